@@ -1,0 +1,47 @@
+# Every target sets up what it needs, from nothing. `make help` lists them.
+PYTHON ?= python3
+BIN := .venv/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup demo test test-models lint format bench clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: .venv/.setup ## .venv/bin/bitdraft, with what it needs to run
+
+.venv/.setup: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/.dev: .venv/.setup
+	$(BIN)/pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: .venv/.setup ## measure a real model pair; the report is demo/report.html
+	$(BIN)/bitdraft measure --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b \
+	  --formats bf16,fp8,w4a16-awq,w4a16 --workload code,chat --prompts 6 --max-tokens 32 --k 1..6 \
+	  --rounds 1 --resume -o demo
+
+test: .venv/.dev ## all tests but those on the large model files
+	$(BIN)/pytest
+
+test-models: .venv/.dev ## the tests on the large model files
+	$(BIN)/pytest -m models
+
+lint: .venv/.dev ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev ## mend style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.dev ## the measured matrix of docs/log.md (about an hour on two cores)
+	$(BIN)/python benchmarks/precision_matrix.py
+
+clean: ## remove what the targets made, but not downloaded models
+	rm -rf .venv demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,277 @@
+"""The command line: a verb for each thing that bitdraft does, and no logic of its own.
+
+Figures go to standard output, progress and warnings to standard error. Exit codes: 0 done, 2 something given cannot be
+used, 130 interrupted (what was measured is kept; `--resume` goes on).
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import click
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from . import __version__
+from .errors import BitdraftError, UsageError
+from .types import SamplingParams
+
+app = typer.Typer(
+    help="Find, tune and serve the fastest lossless low-bit draft for a language model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+out, err = Console(), Console(stderr=True)
+
+Target = Annotated[str, typer.Option("--target", help="Model whose answers count: a name, a folder, a .gguf or a hub id.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps every token.")]
+TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps every token.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 drops none.")]
+Seed = Annotated[int, typer.Option(help="Names the random streams: the same seed gives the same output.")]
+MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[int, int | None, str], None]]:
+    """Bars on standard error, one for each label that is reported to the function that this yields."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err) as bars:
+        tasks: dict[str, Any] = {}
+
+        def report(done: int, total: int | None, label: str) -> None:
+            if label not in tasks:
+                tasks[label] = bars.add_task(label, total=total)
+            bars.update(tasks[label], completed=done, total=total)
+
+        yield report
+
+
+@app.command(epilog="Example: bitdraft pull smollm2-135m")
+def pull(
+    names: Annotated[list[str] | None, typer.Argument(help="Names from the registry; none lists them.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch models by name, check their SHA-256, and say where they lie."""
+    from .models import hub
+
+    if not names:
+        _print_table(("name", "file"), [(name, hub.describe(name)) for name in hub.REGISTRY], as_json)
+        return
+    with progress_bars() as bars:
+        paths = [(name, str(hub.resolve(name, progress=bars))) for name in names]
+    _print_table(("name", "path"), paths, as_json)
+
+
+@app.command(epilog="Example: bitdraft formats")
+def formats(as_json: Json = False) -> None:
+    """List the number formats, with their bits per weight and what inputs are rounded to."""
+    from .formats import FORMATS, get_format
+
+    rows = []
+    for name in FORMATS:
+        f = get_format(name)
+        group = f.group_size or "channel"
+        rows.append((name, f"{f.bits_per_weight:.2f}", f.activation, str(group), f.head))
+    _print_table(("format", "bits a weight", "activations", "group", "head"), rows, as_json)
+
+
+@app.command(
+    epilog="Example: bitdraft measure --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b "
+    "--formats bf16,fp8,w8a8,w4a16-awq --workload code,chat --prompts 50 --k 1..8 -o report"
+)
+def measure(
+    target: Target,
+    draft: Annotated[str, typer.Option("--draft", help="Model that drafts: a name, a folder, a .gguf or a hub id.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the report and its trace.")],
+    formats: Annotated[str, typer.Option(help="Draft formats to compare, with commas; see `bitdraft formats`.")] = (
+        "bf16,fp8,w8a8,w4a16-awq,w4a16"
+    ),
+    target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
+    workload: Annotated[
+        str, typer.Option(help="Workloads, with commas: code, chat, chat-en, chat-zh, summarise, edit, maths, humaneval, or files.")
+    ] = "code,chat",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 20,
+    max_tokens: MaxTokens = 64,
+    k: Annotated[str, typer.Option("--k", help="Draft lengths to compare: 1..8 or 1,2,4.")] = "1..8",
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Texts generated side by side before anything is timed.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each prompt is run to confirm a prediction.")] = 2,
+    confirm: Annotated[int, typer.Option(min=0, help="Best combinations of each workload to run end to end.")] = 2,
+    confirm_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload to run end to end.")] = 4,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Answer which draft precision and length to use for a target, here and for this traffic, or none at all."""
+    from .measure.run import MeasureConfig, run
+
+    config = MeasureConfig(
+        target=target,
+        draft=draft,
+        target_format=target_format,
+        formats=_listed(formats),
+        workloads=_listed(workload),
+        prompts=prompts,
+        draft_lengths=_lengths(k),
+        sampling=SamplingParams(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+        ),
+        batch=batch,
+        rounds=rounds,
+        confirm=confirm,
+        confirm_prompts=confirm_prompts,
+    )
+    with progress_bars() as bars:
+        run(config, output, resume=resume, command=_command_line(), progress=bars)
+    _render(output, as_json)
+
+
+@app.command(epilog="Example: bitdraft report demo")
+def report(
+    folder: Annotated[Path, typer.Argument(help="Folder that `bitdraft measure` wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Make the reports of a measured run again from its trace, without any model."""
+    _render(folder, as_json)
+
+
+@app.command(epilog="Example: bitdraft generate --target smollm2-135m --draft ngram 'List the days of the week twice.'")
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
+    target: Target,
+    draft: Annotated[str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")] = None,
+    target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
+    draft_format: Annotated[str, typer.Option(help="Format of the draft.")] = "bf16",
+    k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
+    confidence: Annotated[
+        float, typer.Option(min=0, max=1, help="End a block after a token that the draft finds less likely than this.")
+    ] = 0.0,
+    plan: Annotated[Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats and --k.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it stands, without the chat template.")] = False,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the output before this string; may be repeated.")] = None,
+    seed: Seed = 0,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and output together, at most.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Generate text, showing which tokens were drafted, corrected or free."""
+    from .measure.plan import Plan
+    from .measure.workload import calibration_texts
+    from .serve.generate import COLOURS, GenerateConfig, load, show, speed_line, summary
+
+    if plan is not None:
+        chosen = Plan.load(plan)
+        draft, draft_format, target_format = chosen.draft, chosen.draft_format or draft_format, chosen.target_format
+        k = chosen.default_k or k
+    config = GenerateConfig(target, draft, target_format, draft_format, k, confidence, context)
+    sampling = SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=tuple(stop or ()),
+        seed=seed,
+        max_tokens=max_tokens,
+    )
+    with progress_bars() as bars:
+        generator = load(config, calibration_texts(), bars)
+    ids = generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw)
+    quiet = Console(file=open("/dev/null", "w")) if as_json else out  # noqa: SIM115
+    started = perf_counter()
+    tokens = show(generator.tokenizer, generator.run(ids, sampling), quiet)
+    figures = summary(generator.records, tokens, perf_counter() - started)
+    if as_json:
+        text = generator.tokenizer.decode([token for token, _ in tokens])
+        print(json.dumps({"text": text, "tokens": tokens, **figures}, ensure_ascii=False))
+        return
+    legend = "  ".join(f"[{COLOURS[origin]}]{origin}[/]: {n}" for origin, n in figures["origins"].items())
+    out.print(f"\n{legend}", highlight=False)
+    out.print(speed_line(figures), highlight=False)
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    """Draft lengths: '1..8', '3' or '1,2,4'."""
+    try:
+        if ".." in text:
+            low, high = (int(part) for part in text.split(".."))
+            lengths = tuple(range(low, high + 1))
+        else:
+            lengths = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        lengths = ()
+    if not lengths or lengths[0] < 1 or lengths[-1] > 64:
+        raise UsageError(f"--k is {text!r}. Expected draft lengths from 1 to 64, such as 1..8 or 1,2,4.")
+    return lengths
+
+
+def _command_line() -> str:
+    return shlex.join(["bitdraft", *sys.argv[1:]])
+
+
+def _render(folder: Path, as_json: bool) -> None:
+    """Write the reports beside the trace and print the matrix, or the figures as JSON."""
+    from .measure.report import write_reports
+
+    summary = write_reports(folder)
+    if as_json:
+        print(json.dumps(summary.as_json, ensure_ascii=False))
+
+
+def _print_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([dict(zip(headings, row, strict=True)) for row in rows], ensure_ascii=False))
+        return
+    table = Table(*headings, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one message and exit code 2, never a traceback."""
+    try:
+        app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except BitdraftError as error:
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, click.Abort):
+        err.print("interrupted. What was measured is kept; --resume goes on.")
+        sys.exit(130)

@@ -1,0 +1,244 @@
+"""From logits to the distribution that a token is drawn from, for the target's p and the draft's q alike.
+
+The order of the filters is fixed: penalties, logit bias, the ban of ending ids before `min_tokens`, temperature, top-k,
+top-p, min-p, and the sum brought back to 1. What a penalty sees is the text before the position, drafted tokens
+included, so one call makes one position and `History` moves on token by token.
+
+Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import NumericsError, ShapeError, UsageError
+from ..types import SamplingParams
+
+_RECENT = 32
+"""Tokens that a history carries beside its table before the table is made anew."""
+
+_PREFIX = 1024
+"""Likeliest tokens that top-p looks at first. Most nuclei are far smaller than a vocabulary of 150 000."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """How often each token of the prompt and the output occurs in the output; 0 for prompt only. Never changed."""
+
+    counts: Mapping[int, int]
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Ids [D] int64 and counts [D] int64."""
+        return _as_tensors(self.counts)
+
+
+@dataclass(frozen=True, eq=False)
+class History:
+    """The text before a position, as the filters need it.
+
+    A history is a value: `extended` returns a new one and leaves this one as it is, so the positions inside a block
+    and the committed text share one table. Extending costs a copy of the few recent tokens, whatever the length of the
+    text; every 32 tokens the table is made anew.
+
+    Attributes:
+        table: counts up to some earlier position.
+        recent: output tokens since then.
+        output_length: output tokens so far: the index, from 0, of the output token to be decided.
+    """
+
+    table: _Table
+    recent: tuple[int, ...]
+    output_length: int
+
+    @classmethod
+    def after_prompt(cls, prompt: Iterable[int]) -> "History":
+        """The history of the first output token."""
+        return cls(_Table(dict.fromkeys(prompt, 0)), (), 0)
+
+    def extended(self, token: int) -> "History":
+        """The history after one more output token."""
+        recent = (*self.recent, token)
+        if len(recent) < _RECENT:
+            return History(self.table, recent, self.output_length + 1)
+        return History(_Table({**self.table.counts, **self._recount(recent)}), (), self.output_length + 1)
+
+    def tables(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs of ids and their counts in the output, int64. Where two pairs hold an id, the later one is right."""
+        pairs = [self.table.tensors]
+        if self.recent:
+            pairs.append(_as_tensors(self._recount(self.recent)))
+        return pairs
+
+    def _recount(self, recent: Sequence[int]) -> dict[int, int]:
+        return {token: self.table.counts.get(token, 0) + n for token, n in Counter(recent).items()}
+
+
+def distribution(
+    logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()
+) -> Tensor:
+    """The probabilities of the next token.
+
+    Temperature 0 is a point mass on the largest logit, the lowest id on ties. Where top-k or top-p has to choose
+    between equal logits, the lower ids stay. Sources: top-k, Fan et al. 1805.04833; top-p, Holtzman et al. 1904.09751;
+    min-p, Nguyen et al. 2407.01082; repetition penalty, Keskar et al. 1909.05858, section 4.1, for negative logits
+    multiplied instead of divided.
+
+    Args:
+        logits_V: [V] float32 or float64. Minus infinity marks tokens that can never come out.
+        params: the request's sampling parameters.
+        history: the text before this position.
+        ending_ids: ids that would end the output, banned before `params.min_tokens`. Ids outside the vocabulary are
+            no error: they cannot come out anyway.
+
+    Returns:
+        [V] in the dtype of the logits, summing to 1.
+
+    Raises:
+        NumericsError: NaN or plus infinity among the logits, or no token left that can come out.
+        UsageError: a logit bias for an id outside the vocabulary.
+    """
+    if logits_V.dim() != 1 or logits_V.dtype not in (torch.float32, torch.float64):
+        raise ShapeError(
+            f"logits are {logits_V.dtype} {list(logits_V.shape)}. Expected [V], float32 or float64: convert them first."
+        )
+    peak = _peak(logits_V, history)
+    adjusted_V = _banned(_biased(_penalised(logits_V, params, history), params), params, history, ending_ids)
+    if adjusted_V is not logits_V:
+        peak = _peak(adjusted_V, history)
+    if params.temperature == 0:
+        probs_V = torch.zeros_like(adjusted_V)
+        probs_V[torch.argmax(adjusted_V)] = 1
+        return probs_V
+    # The peak becomes 0 before the division, so no temperature, however small, makes an infinity out of it.
+    scaled_V = (adjusted_V - peak) / max(params.temperature, torch.finfo(adjusted_V.dtype).tiny)
+    return torch.softmax(_filtered(scaled_V, params), dim=0)
+
+
+def target_distributions(
+    logits: Tensor,
+    draft_tokens: Sequence[int],
+    params: SamplingParams,
+    history: History,
+    ending_ids: Collection[int] = (),
+) -> Tensor:
+    """The target's distributions at every position of one block, and after it.
+
+    Args:
+        logits: [K+1, V] float32 or float64; row i was computed with the first i drafted tokens in the context.
+        draft_tokens: the K drafted tokens.
+        params: the request's sampling parameters.
+        history: the committed text before the block.
+        ending_ids: see `distribution`.
+
+    Returns:
+        [K+1, V] in the dtype of the logits.
+
+    Raises:
+        NumericsError, UsageError: see `distribution`.
+    """
+    if logits.dim() != 2 or len(logits) != len(draft_tokens) + 1:
+        raise ShapeError(f"logits are {list(logits.shape)} for {len(draft_tokens)} drafted tokens. Expected [K+1, V].")
+    probs = torch.empty_like(logits)
+    for i, logits_V in enumerate(logits):
+        probs[i] = distribution(logits_V, params, history, ending_ids)
+        if i < len(draft_tokens):
+            history = history.extended(draft_tokens[i])
+    return probs
+
+
+def _as_tensors(counts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+    return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.int64)
+
+
+def _peak(logits_V: Tensor, history: History) -> float:
+    """The largest logit, which has to be a number (the maximum of a tensor with NaN is NaN)."""
+    peak = float(logits_V.max())
+    if math.isfinite(peak):
+        return peak
+    where = f"the logits for output token {history.output_length} (counted from 0)"
+    if peak == -math.inf:
+        raise NumericsError(
+            f"{where} are minus infinity for every token, so none can be drawn. Expected one finite logit. "
+            "Relax what bans tokens (logit_bias, min_tokens), or check the model's output head."
+        )
+    raise NumericsError(
+        f"{where} hold {'NaN' if math.isnan(peak) else 'plus infinity'}. Expected finite numbers. "
+        "Check the model file, or use a number format with a wider range."
+    )
+
+
+def _penalised(logits_V: Tensor, params: SamplingParams, history: History) -> Tensor:
+    """Repetition penalty over prompt and output, presence and frequency penalty over the output."""
+    repetition, presence, frequency = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+    if repetition == 1 and presence == 0 and frequency == 0:
+        return logits_V
+    penalised_V = logits_V.clone()
+    for ids_D, counts_D in history.tables():
+        ids_D = ids_D.to(logits_V.device)
+        counts_D = counts_D.to(logits_V.device, logits_V.dtype)
+        seen_D = logits_V[ids_D]
+        seen_D = torch.where(seen_D > 0, seen_D / repetition, seen_D * repetition)
+        penalised_V[ids_D] = seen_D - presence * (counts_D > 0) - frequency * counts_D
+    return penalised_V
+
+
+def _biased(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    if not params.logit_bias:
+        return logits_V
+    ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
+    if int(ids.min()) < 0 or int(ids.max()) >= len(logits_V):
+        raise UsageError(
+            f"logit_bias has ids from {int(ids.min())} to {int(ids.max())}. "
+            f"Expected ids from 0 to {len(logits_V) - 1}: use ids of the target's own tokenizer."
+        )
+    bias = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype)
+    return logits_V.index_add(0, ids.to(logits_V.device), bias.to(logits_V.device))
+
+
+def _banned(logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int]) -> Tensor:
+    if history.output_length >= params.min_tokens:
+        return logits_V
+    ids = [i for i in ending_ids if 0 <= i < len(logits_V)]
+    return logits_V.index_fill(0, torch.tensor(ids, dtype=torch.int64, device=logits_V.device), -math.inf)
+
+
+def _filtered(scaled_V: Tensor, params: SamplingParams) -> Tensor:
+    """Top-k, top-p and min-p: dropped tokens become minus infinity. The largest entry of `scaled_V` is 0."""
+    if 0 < params.top_k < len(scaled_V):
+        scaled_V = _keep_top(scaled_V, params.top_k)
+    if params.top_p < 1:
+        scaled_V = _keep_top(scaled_V, _nucleus_size(scaled_V, params.top_p))
+    if params.min_p > 0:
+        scaled_V = scaled_V.masked_fill(scaled_V < math.log(params.min_p), -math.inf)
+    return scaled_V
+
+
+def _keep_top(scaled_V: Tensor, count: int) -> Tensor:
+    """Keep the `count` largest entries, lower ids first on ties."""
+    if count >= len(scaled_V):
+        return scaled_V
+    smallest = torch.topk(scaled_V, count).values[-1]
+    keep_V = scaled_V > smallest
+    # topk promises nothing about which of several equal entries it returns, so its ids are not used.
+    ties = (scaled_V == smallest).nonzero()[:, 0]
+    keep_V[ties[: count - int(keep_V.sum())]] = True
+    return scaled_V.masked_fill(~keep_V, -math.inf)
+
+
+def _nucleus_size(scaled_V: Tensor, top_p: float) -> int:
+    """The size of the smallest set of likeliest tokens whose mass reaches `top_p`; the largest entry is 0."""
+    wanted = top_p * float(scaled_V.exp().sum(dtype=torch.float64))
+    size = _PREFIX
+    while True:
+        size = min(size, len(scaled_V))
+        mass = torch.topk(scaled_V, size).values.exp().cumsum(0, dtype=torch.float64)
+        count = int(torch.searchsorted(mass, wanted)) + 1
+        if count <= size or size == len(scaled_V):
+            return min(count, size)
+        size *= 16

@@ -1,0 +1,97 @@
+"""Draft with a smaller model, or with a low-bit copy.
+
+Letters: B rows, K drafted tokens of the longest row, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
+from ..decoding.sampling import History, distribution
+from ..types import Feed, Proposal
+
+
+class _Block:
+    """The block that is being drafted for one row."""
+
+    def __init__(self, row: DraftRow, budget: int) -> None:
+        self.row, self.budget = row, budget
+        self.tokens: list[int] = []
+        self.probs: list[Tensor] = []
+        self.history: History = row.history
+        self.open = budget > 0
+
+
+class ModelDrafter:
+    """Draws each token from the draft model's own distribution, under the request's own filters.
+
+    The rows of a batch are drafted together, token by token; a row leaves when its block is full, when the policy
+    stops it, or after an end-of-sequence token. A row whose text has outgrown the draft's context is not drafted for.
+    """
+
+    def __init__(self, model: LanguageModel, policy: LookaheadPolicy, eos_ids: Iterable[int]) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the draft, with the target's vocabulary (ids it does not share at -inf).
+            policy: how long blocks get.
+            eos_ids: nothing is drafted after these, unless a request ignores them.
+        """
+        self._model, self._policy, self._eos_ids = model, policy, frozenset(eos_ids)
+        self._cached: dict[int, int] = {}
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Draft up to `row.budget` tokens after each row; `probs` is what each token was drawn from."""
+        blocks = [_Block(row, self._budget(row)) for row in rows]
+        while open_blocks := [block for block in blocks if block.open]:
+            logits = self._model.forward([self._feed(block) for block in open_blocks])
+            for block, logits_V in zip(open_blocks, logits, strict=True):
+                self._draw(block, logits_V)
+        return _pack(blocks, self._model.vocab_size)
+
+    def commit(self, request: int, length: int) -> None:
+        """The first `length` tokens of what this drafter was told and drafted are true; forget the rest."""
+        self._cached[request] = min(self._cached.get(request, 0), length)
+        self._model.truncate(request, self._cached[request])
+
+    def release(self, request: int) -> None:
+        """Forget a request."""
+        self._cached.pop(request, None)
+        self._model.release(request)
+
+    def _budget(self, row: DraftRow) -> int:
+        return min(row.budget, self._policy.limit, self._model.context_length - len(row.tokens) + 1)
+
+    def _feed(self, block: _Block) -> Feed:
+        start = self._cached.get(block.row.request, 0)
+        new = block.tokens[-1:] or block.row.tokens[start:]
+        self._cached[block.row.request] = start + len(new)
+        return Feed(block.row.request, new, start, logits_from=len(new) - 1)
+
+    def _draw(self, block: _Block, logits_V: Tensor) -> None:
+        row, start = block.row, block.row.start
+        probs = distribution(logits_V, row.sampling, block.history, self._ending_ids(row))
+        token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
+        block.tokens.append(token)
+        block.probs.append(probs)
+        block.history = block.history.extended(token)
+        stop = self._policy.stop_after(len(block.tokens), float(probs[token]), float(probs.max()))
+        block.open = not (stop or len(block.tokens) == block.budget or token in self._ending_ids(row))
+
+    def _ending_ids(self, row: DraftRow) -> frozenset[int]:
+        return frozenset(row.sampling.stop_ids) | (frozenset() if row.sampling.ignore_eos else self._eos_ids)
+
+
+def _pack(blocks: Sequence[_Block], vocab_size: int) -> Proposal:
+    """Pad blocks of different lengths into one proposal."""
+    longest = max((len(block.tokens) for block in blocks), default=0)
+    tokens = torch.full((len(blocks), longest), -1, dtype=torch.int64)
+    dtype = next((block.probs[0].dtype for block in blocks if block.probs), torch.float32)
+    probs = torch.zeros(len(blocks), longest, vocab_size, dtype=dtype)
+    for b, block in enumerate(blocks):
+        for k, (token, probs_V) in enumerate(zip(block.tokens, block.probs, strict=True)):
+            tokens[b, k] = token
+            probs[b, k] = probs_V
+    return Proposal(tokens, torch.tensor([len(block.tokens) for block in blocks], dtype=torch.int64), probs)

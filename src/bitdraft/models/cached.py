@@ -1,0 +1,144 @@
+"""A decoder with a paged KV cache per request: what both a target and a model draft are to the engine.
+
+Prefill, decode and verify are the same call: tokens to append, and from which of them on logits are wanted.
+
+Shape suffixes: R rows that return logits, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..errors import NumericsError, UsageError
+from ..ops import Ragged
+from ..types import Feed
+from .decoder import Decoder
+from .kv import BLOCK_SIZE, BlockPool, BlockTable
+
+
+class CachedModel:
+    """A `Decoder`, the pool of KV blocks it writes to, and a block table per request.
+
+    Attributes:
+        decoder: the model.
+        vocab_size: width of the logits.
+        context_length: tokens that one request may hold.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        kv_tokens: int,
+        vocab_size: int,
+        usable: int | None = None,
+        context_length: int | None = None,
+        kv_dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            decoder: the model.
+            kv_tokens: tokens that the cache holds for all requests together; rounded up to whole blocks.
+            vocab_size: width of the logits; a padded table is cut to it, a smaller one is filled up with -inf.
+            usable: ids from here on have another meaning or none: their logits are -inf. None: all are usable.
+            context_length: a smaller limit than the model's own.
+            kv_dtype: bfloat16, or float32 for an exact oracle.
+        """
+        config = decoder.config
+        self.decoder = decoder
+        self.vocab_size = vocab_size
+        self.context_length = min(context_length or config.context_length, config.context_length)
+        self._usable = min(vocab_size, config.vocab_size, usable or vocab_size)
+        blocks = -(-kv_tokens // BLOCK_SIZE)
+        self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv_dtype)
+        self._tables: dict[int, BlockTable] = {}
+
+    def forward(self, feeds: Sequence[Feed]) -> Tensor:
+        """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`."""
+        return self.logits(self.hidden(feeds))
+
+    def hidden(self, feeds: Sequence[Feed]) -> Tensor:
+        """Append tokens and return the residual rows before the final norm of the wanted rows, [R, D] float32.
+
+        Raises:
+            UsageError: if a request would grow past the context.
+            OutOfBlocks: if the cache is full; nothing was changed then.
+        """
+        tables = [self._tables.setdefault(feed.request, BlockTable(self.pool)) for feed in feeds]
+        for feed, table in zip(feeds, tables, strict=True):
+            assert feed.start == table.length, f"request {feed.request}: cache holds {table.length}, fed at {feed.start}"
+            if table.length + len(feed.tokens) > self.context_length:
+                raise UsageError(
+                    f"request {feed.request} would hold {table.length + len(feed.tokens)} tokens, the context is "
+                    f"{self.context_length}. Shorten the prompt or lower max_tokens."
+                )
+        slots = self._append(feeds, tables)
+        x_RD = self.decoder.hidden(_ragged(feeds, tables, slots), self.pool.layers)
+        wanted, row = [], 0
+        for feed in feeds:
+            wanted += range(row + feed.logits_from, row + len(feed.tokens))
+            row += len(feed.tokens)
+        return x_RD[wanted]
+
+    def logits(self, x_RD: Tensor) -> Tensor:
+        """Logits of residual rows, [R, V] float32; -inf on ids that are not usable.
+
+        Raises:
+            NumericsError: if a usable logit is NaN.
+        """
+        if not len(x_RD):
+            return torch.empty(0, self.vocab_size)
+        usable = self.decoder.logits(x_RD)[:, : self._usable]
+        if bool(usable.isnan().any()):
+            row = int(usable.isnan().any(-1).nonzero()[0])
+            raise NumericsError(
+                f"the model's logits are NaN in row {row} of {len(x_RD)}. Expected numbers. The weights or their scales "
+                "are broken, or a format is too narrow for this model: try it in bf16."
+            )
+        return functional.pad(usable, (0, self.vocab_size - self._usable), value=-torch.inf)
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget everything of `request` past `length` tokens."""
+        if request in self._tables:
+            self._tables[request].truncate(length)
+
+    def release(self, request: int) -> None:
+        """Forget `request` and give its blocks back."""
+        if request in self._tables:
+            self._tables.pop(request).truncate(0)
+
+    def fork(self, request: int, twin: int) -> None:
+        """Start `twin` with everything that `request` holds, sharing its blocks."""
+        assert twin not in self._tables
+        self._tables[twin] = self._tables[request].fork()
+
+    def length(self, request: int) -> int:
+        """Tokens that the cache holds for `request`; 0 if it was never seen."""
+        return self._tables[request].length if request in self._tables else 0
+
+    def _append(self, feeds: Sequence[Feed], tables: Sequence[BlockTable]) -> list[int]:
+        slots: list[int] = []
+        for i, (feed, table) in enumerate(zip(feeds, tables, strict=True)):
+            try:
+                slots += table.append(len(feed.tokens))
+            except UsageError:
+                for done, undo in zip(feeds[:i], tables[:i], strict=True):
+                    undo.truncate(done.start)
+                raise
+        return slots
+
+
+def _ragged(feeds: Sequence[Feed], tables: Sequence[BlockTable], slots: list[int]) -> Ragged:
+    ids = [token for feed in feeds for token in feed.tokens]
+    positions = [feed.start + i for feed in feeds for i in range(len(feed.tokens))]
+    return Ragged(
+        ids=torch.tensor(ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        row_counts=tuple(len(feed.tokens) for feed in feeds),
+        tables=tuple(torch.tensor(table.blocks, dtype=torch.int64) for table in tables),
+        lengths=tuple(table.length for table in tables),
+    )

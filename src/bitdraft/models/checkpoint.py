@@ -1,0 +1,237 @@
+"""Model files as tensors: what a checkpoint offers, safetensors folders, and what is made from either.
+
+A checkpoint is opened once, checked at once, and read tensor by tensor. Its names are Hugging Face's.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import ModelFileError
+from ..ops.packed import Packed
+from .config import ModelConfig
+from .gguf_model import GGUFCheckpoint
+from .tensor_names import EMBEDDING, HEAD, check_tensors
+from .tokenizer import Tokenizer
+from .tokenizer_folder import folder_tokenizer, read_json
+
+
+class Checkpoint(Protocol):
+    """A model as its files store it."""
+
+    @property
+    def origin(self) -> str:
+        """The file or folder, for messages."""
+        ...
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's sizes."""
+        ...
+
+    @property
+    def stored_as(self) -> str:
+        """How the linear layers are stored: 'bf16', or 'Q4_K/Q6_K, 5.1 bits a weight'."""
+        ...
+
+    @property
+    def stored_bits(self) -> float:
+        """Mean bits per weight of the linear layers, scales included, as they are stored."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this Hugging Face name; a tied head counts."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor by its Hugging Face name, `model.layers.0.self_attn.q_proj.weight`: float32, fresh.
+
+        'lm_head.weight' of a model with a tied head is the embedding.
+
+        Raises:
+            ModelFileError: there is no such tensor, or it cannot be read.
+        """
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that comes with the model; made anew at each call.
+
+        Raises:
+            ModelFileError: there is none, or it is of a kind that is not read.
+        """
+        ...
+
+
+@dataclass
+class Weights:
+    """The weights of one model in one format, ready for a decoder.
+
+    Attributes:
+        config: the model's sizes.
+        packed: linear layers by name without '.weight', 'lm_head' last among them, and 'model.embed_tokens': the very
+            object under 'lm_head' where the head is tied.
+        tensors: norms and biases by Hugging Face name, float32.
+    """
+
+    config: ModelConfig
+    packed: dict[str, Packed]
+    tensors: dict[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weights take on disk; a tied table counts once."""
+        packed = {id(weight): weight.nbytes for weight in self.packed.values()}
+        return sum(packed.values()) + sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a folder with config.json and safetensors, or a .gguf file, and check that it is whole.
+
+    Raises:
+        ModelFileError: missing, truncated, damaged, or of a kind that is not read.
+    """
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if not path.exists():
+        raise ModelFileError(f"{path}: no such file or folder. Expected a model folder or a .gguf file.")
+    return GGUFCheckpoint(path)
+
+
+_DTYPES = {"F32": ("f32", 32), "F16": ("f16", 16), "BF16": ("bf16", 16)}
+"""Tensor types of safetensors that are read: our name, and bits."""
+
+
+class SafetensorsCheckpoint:
+    """A folder with config.json and model.safetensors, or several of them and their index.
+
+    Attributes:
+        origin: the folder.
+        config: the model's sizes.
+        stored_as: 'bf16', 'f16', 'f32', or several of these.
+        stored_bits: mean bits per weight of the linear layers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read config.json and the headers of all files, and check them against one another.
+
+        Raises:
+            ModelFileError: a file is missing, damaged or of a kind that is not read.
+        """
+        self.origin = str(folder)
+        self._folder = folder
+        self.config = _folder_config(folder)
+        self._files: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        dtypes: dict[str, str] = {}
+        for file in _weight_files(folder):
+            with _reading(file):
+                opened: Any = safe_open(file, framework="pt")
+                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                    view = opened.get_slice(name)
+                    self._files[name], shapes[name], dtypes[name] = opened, tuple(view.get_shape()), view.get_dtype()
+        harmless = [n for n in shapes if n.endswith(".rotary_emb.inv_freq")] + [HEAD] * self.config.tied_head
+        check_tensors(self.origin, self.config, shapes, harmless)
+        self.stored_as, self.stored_bits = self._stored_linears(dtypes)
+
+    def _stored_linears(self, dtypes: Mapping[str, str]) -> tuple[str, float]:
+        for name, dtype in dtypes.items():
+            if dtype not in _DTYPES:
+                raise ModelFileError(
+                    f"{self.origin}: tensor {name!r} is stored as {dtype}. bitdraft reads {', '.join(_DTYPES)}: choose "
+                    "a checkpoint that is not quantised."
+                )
+        weights: Counter[str] = Counter()
+        for name, (rows, columns) in self.config.linear_shapes().items():
+            weights[dtypes[self._stored_name(f"{name}.weight")]] += rows * columns
+        bits = sum(_DTYPES[d][1] * n for d, n in weights.items()) / weights.total()
+        return "/".join(_DTYPES[d][0] for d, _ in weights.most_common()), bits
+
+    def _stored_name(self, name: str) -> str:
+        return EMBEDDING if name == HEAD and self.config.tied_head else name
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this Hugging Face name; a tied head counts."""
+        return self._stored_name(name) in self._files
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor of this Hugging Face name: float32, fresh.
+
+        Raises:
+            ModelFileError: there is no such tensor, or it cannot be read.
+        """
+        if not self.has(name):
+            raise ModelFileError(f"{self.origin}: there is no tensor {name!r}. Its config says which there are.")
+        stored = self._stored_name(name)
+        with _reading(self._folder):
+            tensor: Tensor = self._files[stored].get_tensor(stored)
+            return tensor.to(torch.float32, copy=True)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the folder.
+
+        Raises:
+            ModelFileError: tokenizer.json is missing, damaged or of a kind that is not read.
+        """
+        return folder_tokenizer(self._folder)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelFileError(
+            f"{path}: cannot be read as safetensors ({error}). The file is truncated or damaged: fetch it again."
+        ) from None
+
+
+def _folder_config(folder: Path) -> ModelConfig:
+    path = folder / "config.json"
+    if not path.exists():
+        raise ModelFileError(
+            f"{folder}: there is no config.json. Expected a model folder with config.json, tokenizer.json and "
+            "safetensors files, or a .gguf file."
+        )
+    raw = read_json(path)
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ModelFileError(
+            f"{folder}: a checkpoint that is already quantised ({method}). bitdraft reads F32, F16 and BF16 "
+            "safetensors and quantises them itself: choose the original model, or a .gguf file."
+        )
+    try:
+        return ModelConfig.from_hf(raw, str(path))
+    except ModelFileError:
+        raise
+    except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        raise ModelFileError(f"{path}: a field is of the wrong kind ({error}). Fetch the file again.") from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder, each once."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ModelFileError(
+            f"{folder}: there is neither model.safetensors nor model.safetensors.index.json. Expected a model in "
+            "safetensors; convert other kinds with transformers' save_pretrained."
+        )
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
+        raise ModelFileError(f"{index}: 'weight_map' names no files beside it. Fetch the file again.")
+    names = sorted(set(shards.values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelFileError(
+            f"{folder}: {len(missing)} of {len(names)} files of the model are missing: {', '.join(missing[:4])}. "
+            "Fetch them into this folder."
+        )
+    return [folder / name for name in names]

@@ -1,0 +1,104 @@
+"""Which tensors a decoder is made of, by Hugging Face's names and by GGUF's, and their shapes."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ..errors import ModelFileError
+from .config import ModelConfig
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+_GGUF_TOP = {"token_embd.weight": EMBEDDING, "output.weight": HEAD, "output_norm.weight": FINAL_NORM}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def hf_name(gguf_name: str) -> str | None:
+    """Hugging Face's name of a GGUF tensor; None if the decoders of `FAMILIES` have no such tensor."""
+    if gguf_name in _GGUF_TOP:
+        return _GGUF_TOP[gguf_name]
+    parts = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", gguf_name)
+    if parts is None or parts[2] not in _GGUF_LAYER:
+        return None
+    return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a model, by its Hugging Face name; a tied head is not listed."""
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    linear = config.linear_shapes()
+    shapes |= {f"{name}.weight": shape for name, shape in linear.items()}
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        shapes[f"{layer}.input_layernorm.weight"] = (config.hidden_size,)
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (config.hidden_size,)
+        if config.attention_bias:
+            for part in ("q_proj", "k_proj", "v_proj"):
+                name = f"{layer}.self_attn.{part}"
+                shapes[f"{name}.bias"] = linear[name][:1]
+        if config.qk_norm:
+            shapes[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes[FINAL_NORM] = (config.hidden_size,)
+    if config.tied_head:
+        del shapes[HEAD]
+    return shapes
+
+
+def check_tensors(
+    origin: str, config: ModelConfig, found: Mapping[str, tuple[int, ...]], harmless: Iterable[str] = ()
+) -> None:
+    """Check that a file holds the tensors that its sizes call for, and no other that would change the model.
+
+    Args:
+        origin: the file or folder, for errors.
+        config: what the file says of itself.
+        found: shapes of the tensors in the file, by Hugging Face name.
+        harmless: tensors that may be there and are not needed.
+
+    Raises:
+        ModelFileError: a tensor is missing, has another shape, or is unknown.
+    """
+    if config.num_layers > len(found):  # before a list of names is made for a million layers
+        raise ModelFileError(
+            f"{origin}: {config.num_layers} layers are announced, but there are {len(found)} tensors in all. The file "
+            "is damaged or not whole: fetch it again."
+        )
+    expected = tensor_shapes(config)
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise ModelFileError(
+            f"{origin}: {_some(missing)} missing. A {config.family} model of {config.num_layers} layers needs "
+            f"{len(expected)} tensors: fetch all files of the model again."
+        )
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelFileError(
+                f"{origin}: tensor {name!r} has shape {list(found[name])}. The model's own settings call for "
+                f"{list(shape)}: the settings and the tensors are of different models; fetch both again."
+            )
+    surplus = [name for name in found if name not in expected and name not in set(harmless)]
+    if surplus:
+        raise ModelFileError(
+            f"{origin}: {_some(surplus)} unknown to a {config.family} decoder. Left out, they would change the model; "
+            "choose a plain checkpoint of this family."
+        )
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(repr(name) for name in names[:4])
+    if len(names) == 1:
+        return f"tensor {listed} is"
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"tensors {listed}{more} are"

@@ -1,0 +1,232 @@
+"""The operations that a decoder is made of: one checked, documented function each.
+
+`reference.py` says what an operation means. A compiled version may take its place (`native.py`); it may change the
+speed and, within a tolerance written beside its test, the rounding, never the meaning.
+
+Shape suffixes: R rows (tokens of all sequences of the call), D hidden size, N outputs, K inputs, H query heads,
+J KV heads, C head dimension, M inner size of the MLP, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from . import native, reference
+from .batch import KVLayer, Ragged, Rotary
+from .packed import Packed, Prepared
+
+__all__ = [
+    "KVLayer",
+    "Packed",
+    "Prepared",
+    "Ragged",
+    "Rotary",
+    "attention",
+    "embed",
+    "gated_inputs",
+    "gated_mlp",
+    "linear_add",
+    "logits",
+    "norm_linear",
+    "prepare",
+    "rms_norm",
+    "rope_append",
+]
+
+
+def _version(operation: str) -> Callable[..., Any]:
+    return native.find(operation) or getattr(reference, operation)  # type: ignore[no-any-return]
+
+
+def _check(ok: bool, operation: str, given: str, expected: str) -> None:
+    if not ok:
+        raise ShapeError(f"{operation}: given {given}. Expected {expected}.")
+
+
+def _check_rows(operation: str, name: str, x: Tensor, width: int) -> None:
+    _check(
+        x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32 and x.is_contiguous(),
+        operation,
+        f"{name} {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}",
+        f"contiguous float32 rows of {width}",
+    )
+
+
+def _check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None:
+    if v is not None:
+        _check(
+            v.shape == (size,) and v.dtype == torch.float32,
+            operation,
+            f"{name} {v.dtype} {list(v.shape)}",
+            f"float32 [{size}]",
+        )
+
+
+def prepare(packed: Packed) -> Prepared:
+    """Bring a weight into the backend's own layout; done once, at load."""
+    return _version("prepare")(packed)  # type: ignore[no-any-return]
+
+
+def embed(ids_R: Tensor, table: Prepared) -> Tensor:
+    """Look token ids up in the embedding table.
+
+    Args:
+        ids_R: int64, [R], each from 0 to V - 1.
+        table: weight of shape [V, D].
+
+    Returns:
+        [R, D] float32.
+    """
+    _check(ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]")
+    if len(ids_R):
+        low, high = int(ids_R.min()), int(ids_R.max())
+        _check(0 <= low and high < table.shape[0], "embed", f"ids from {low} to {high}", f"ids from 0 to {table.shape[0] - 1}")
+    return _version("embed")(ids_R, table)  # type: ignore[no-any-return]
+
+
+def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+    """Divide each row by its root mean square and scale it: [R, D] float32 -> the same (1910.07467)."""
+    _check_rows("rms_norm", "x", x_RD, norm_D.shape[0])
+    return reference.rms_norm(x_RD, norm_D, eps)
+
+
+def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: Prepared, bias_N: Tensor | None = None) -> Tensor:
+    """RMSNorm, rounding of the inputs as the weight's format says, low-bit matmul, bias.
+
+    Args:
+        x_RD: residual rows, [R, D] float32.
+        norm_D: scale of the norm, [D] float32.
+        eps: added to the mean square.
+        weight: shape [N, D].
+        bias_N: [N] float32 or None.
+
+    Returns:
+        [R, N] float32.
+    """
+    N, D = weight.shape
+    _check_rows("norm_linear", "x", x_RD, D)
+    _check_vector("norm_linear", "norm", norm_D, D)
+    _check_vector("norm_linear", "bias", bias_N, N)
+    return _version("norm_linear")(x_RD, norm_D, eps, weight, bias_N)  # type: ignore[no-any-return]
+
+
+def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
+    """`residual + x @ weight.T`, inputs rounded as the weight's format says: [R, K], [N, K], [R, N] -> [R, N]."""
+    N, K = weight.shape
+    _check_rows("linear_add", "x", x_RK, K)
+    _check_rows("linear_add", "residual", residual_RN, N)
+    _check(len(x_RK) == len(residual_RN), "linear_add", f"{len(x_RK)} rows of x, {len(residual_RN)} of residual", "as many")
+    return _version("linear_add")(x_RK, weight, residual_RN)  # type: ignore[no-any-return]
+
+
+def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) -> None:
+    _check_rows(operation, "x", x_RD, gate_up.shape[1])
+    _check_vector(operation, "norm", norm_D, gate_up.shape[1])
+    _check(gate_up.shape[0] % 2 == 0, operation, f"gate_up of {gate_up.shape[0]} outputs", "gate rows, then as many up rows")
+
+
+def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
+    """The rows that the down projection of `gated_mlp` reads, [R, M] float32, for calibration."""
+    _check_mlp("gated_inputs", x_RD, norm_D, gate_up)
+    return reference.gated_inputs(x_RD, norm_D, eps, gate_up)
+
+
+def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down: Prepared) -> Tensor:
+    """`x + down(silu(gate) * up)` with RMSNorm before and the inputs rounded as the formats say.
+
+    Args:
+        x_RD: residual rows, [R, D] float32.
+        norm_D: scale of the norm, [D] float32.
+        eps: added to the mean square.
+        gate_up: shape [2 M, D], the gate's rows before the up projection's.
+        down: shape [D, M].
+
+    Returns:
+        [R, D] float32.
+    """
+    _check_mlp("gated_mlp", x_RD, norm_D, gate_up)
+    expected = (gate_up.shape[1], gate_up.shape[0] // 2)
+    _check(down.shape == expected, "gated_mlp", f"down of shape {list(down.shape)}", f"{list(expected)}")
+    return _version("gated_mlp")(x_RD, norm_D, eps, gate_up, down)  # type: ignore[no-any-return]
+
+
+def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared) -> Tensor:
+    """Final RMSNorm and output head: [R, D] float32 -> [R, V] float32."""
+    _check_rows("logits", "x", x_RD, head.shape[1])
+    _check_vector("logits", "norm", norm_D, head.shape[1])
+    return _version("logits")(x_RD, norm_D, eps, head)  # type: ignore[no-any-return]
+
+
+def rope_append(
+    qkv_RN: Tensor,
+    batch: Ragged,
+    rotary: Rotary,
+    kv: KVLayer,
+    q_norm_C: Tensor | None = None,
+    k_norm_C: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotate q and k by their absolute positions in FP32 and write k and v into the paged cache.
+
+    Args:
+        qkv_RN: [R, (H + 2 J) C] float32: the query heads, then the key heads, then the value heads.
+        batch: positions and slots of the rows.
+        rotary: angles for at least every position of the batch.
+        kv: the layer's blocks; changed in place at `batch.slots`.
+        q_norm_C, k_norm_C: per-head RMSNorm scales, [C] float32, both or neither (Qwen3).
+        eps: of that norm.
+
+    Returns:
+        rotated queries, [R, H, C] float32.
+    """
+    blocks, block_size, J, C = kv.keys.shape
+    heads, odd = divmod(qkv_RN.shape[1], C)
+    _check(
+        odd == 0 and heads > 2 * J and (heads - 2 * J) % J == 0,
+        "rope_append",
+        f"qkv of width {qkv_RN.shape[1]}",
+        f"(H + 2 * {J}) * {C} with H a multiple of {J}",
+    )
+    _check_rows("rope_append", "qkv", qkv_RN, qkv_RN.shape[1])
+    _check_vector("rope_append", "q_norm", q_norm_C, C)
+    _check_vector("rope_append", "k_norm", k_norm_C, C)
+    _check(len(qkv_RN) == len(batch.positions), "rope_append", f"{len(qkv_RN)} rows", f"{len(batch.positions)}, as the batch")
+    if len(qkv_RN):
+        last, slot = int(batch.positions.max()), int(batch.slots.max())
+        _check(last < len(rotary.cos), "rope_append", f"position {last}", f"positions below {len(rotary.cos)}")
+        _check(slot < blocks * block_size, "rope_append", f"slot {slot}", f"slots below {blocks * block_size}")
+    return _version("rope_append")(qkv_RN, batch, rotary, kv, q_norm_C, k_norm_C, eps)  # type: ignore[no-any-return]
+
+
+def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = None) -> Tensor:
+    """Causal attention of ragged rows to a paged cache; grouped heads share a KV head.
+
+    A row at position i sees positions 0 to i of its own sequence, or the last `window` of them. What it sees depends
+    on absolute positions only, never on the other rows of the call.
+
+    Args:
+        q_RHC: rotated queries, [R, H, C] float32.
+        batch: row counts, positions, block tables and lengths.
+        kv: the layer's blocks, J heads; H is a multiple of J.
+        window: positions that a row sees, itself included; None for all.
+
+    Returns:
+        [R, H * C] float32.
+    """
+    J, C = kv.keys.shape[-2:]
+    _check(
+        q_RHC.ndim == 3 and q_RHC.shape[2] == C and q_RHC.shape[1] % J == 0,
+        "attention",
+        f"q of shape {list(q_RHC.shape)}",
+        f"[R, a multiple of {J}, {C}]",
+    )
+    _check(
+        sum(batch.row_counts) == len(q_RHC) and len(batch.row_counts) == len(batch.tables) == len(batch.lengths),
+        "attention",
+        f"{len(q_RHC)} rows, counts {batch.row_counts}, {len(batch.tables)} tables, {len(batch.lengths)} lengths",
+        "counts that sum to the rows, and a table and a length for each",
+    )
+    return _version("attention")(q_RHC, batch, kv, window)  # type: ignore[no-any-return]

@@ -1,0 +1,105 @@
+"""Weights as the operations see them: packed as a format stores them, and prepared as a backend multiplies by them.
+
+Shape suffixes: N outputs (rows), K inputs (columns), G groups along K.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+
+Activation = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
+"""How an operation rounds its input rows before it multiplies. `int8` and the FP8 kinds scale every row by its own
+largest magnitude. Part of a format's name and of the model's law, not a matter of speed."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight matrix in a low-bit format: `value[n, k] = scale[n, g(k)] * (code[n, k] - zero[n, g(k)])`.
+
+    Attributes:
+        format: the name of the format that made it.
+        shape: (N, K).
+        bits: width of a code.
+        activation: how inputs are rounded before they meet this weight.
+        codes: bf16 or float32 values or float8 values, [N, K]; int8 codes, [N, K]; or codes below 8 bits packed along
+            K into uint8, the first code in the lowest bits: 2 and 4 bits [N, K * bits / 8], other widths as a dense
+            little-endian bit stream per row.
+        scales: [N, G] float32 values that are exact in float16 for integer groups, [N, 1] float32 for per-channel
+            scales, None for bf16 and f32.
+        zeros: [N, G] uint8 zero points of an asymmetric format, else None.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    bits: int
+    activation: Activation
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the weight takes on disk: codes, scales (2 bytes a group, 4 a channel) and zero points."""
+        size = self.codes.numel() * self.codes.element_size()
+        if self.scales is not None:
+            size += self.scales.numel() * (2 if self.scales.shape[1] > 1 else 4)
+        if self.zeros is not None:
+            size += self.zeros.numel()
+        return size
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight in the layout of the reference backend: the very values that the format stands for, in FP32.
+
+    Attributes:
+        values: [N, K] float32.
+        activation: how inputs are rounded before they meet this weight.
+        packed_bytes: what the weight takes in its packed form.
+    """
+
+    values: Tensor
+    activation: Activation
+    packed_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1]
+
+
+def concatenate(parts: Sequence[Packed]) -> Packed:
+    """One weight with the rows of all parts, in order: how q, k, v and gate, up are fused.
+
+    Raises:
+        ShapeError: if the parts differ in format, width or scale layout.
+    """
+    first = parts[0]
+    for part in parts:
+        if (part.format, part.shape[1], part.bits, part.activation) != (
+            first.format,
+            first.shape[1],
+            first.bits,
+            first.activation,
+        ):
+            raise ShapeError(
+                f"concatenate: {part.format} [{part.shape[0]}, {part.shape[1]}] beside {first.format} "
+                f"[{first.shape[0]}, {first.shape[1]}]. Expected one format and one number of inputs."
+            )
+
+    def stack(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [t for t in tensors if t is not None]
+        return torch.cat(present) if present else None
+
+    return replace(
+        first,
+        shape=(sum(p.shape[0] for p in parts), first.shape[1]),
+        codes=torch.cat([p.codes for p in parts]),
+        scales=stack([p.scales for p in parts]),
+        zeros=stack([p.zeros for p in parts]),
+    )

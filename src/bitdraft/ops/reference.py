@@ -1,0 +1,115 @@
+"""What each operation means, in plain PyTorch: the specification that every faster backend is tested against.
+
+Everything is computed in FP32, whatever the weights are: a format decides which *values* the weights and the rounded
+inputs take, and the products and sums of those values are FP32. Sizes are not checked here; `ops/__init__.py` does.
+
+Shape suffixes: R rows (tokens of all sequences of the call), S sequences, D hidden size, N outputs, K inputs,
+H query heads, J KV heads, C head dimension, L tokens in a sequence's KV, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .batch import KVLayer, Ragged, Rotary
+from .encoding import dequantize, round_activations
+from .packed import Packed, Prepared
+
+
+def prepare(packed: Packed) -> Prepared:
+    """Decode a weight once, at load, into the FP32 values it stands for."""
+    return Prepared(dequantize(packed), packed.activation, packed.nbytes)
+
+
+def _matmul(x_RK: Tensor, weight: Prepared) -> Tensor:
+    x_RK = round_activations(x_RK, weight.activation)
+    if torch.backends.mkldnn.is_available():
+        # torch sends FP32 products to MKL, which is 2 to 4 times slower than oneDNN for 2 to 64 rows on processors
+        # of the other make (docs/log.md, 2026-11-29). The result is the same FP32 product, summed in another order.
+        return torch.ops.mkldnn._linear_pointwise(x_RK, weight.values, None, "none", [], "")  # type: ignore[no-any-return]
+    return functional.linear(x_RK, weight.values)
+
+
+def embed(ids_R: Tensor, table: Prepared) -> Tensor:
+    """Rows of the embedding table."""
+    return table.values[ids_R]
+
+
+def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * norm` (Zhang and Sennrich, 1910.07467)."""
+    return x_RD * torch.rsqrt(x_RD.square().mean(-1, keepdim=True) + eps) * norm_D
+
+
+def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: Prepared, bias_N: Tensor | None) -> Tensor:
+    """RMSNorm, rounding of the inputs, matmul, bias."""
+    y_RN = _matmul(rms_norm(x_RD, norm_D, eps), weight)
+    return y_RN if bias_N is None else y_RN + bias_N
+
+
+def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
+    """Rounding of the inputs, matmul, residual."""
+    return residual_RN + _matmul(x_RK, weight)
+
+
+def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
+    """`silu(gate) * up` of the normalised rows: what the down projection of `gated_mlp` reads."""
+    gate, up = _matmul(rms_norm(x_RD, norm_D, eps), gate_up).chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down: Prepared) -> Tensor:
+    """`x + down(silu(gate) * up)` (Shazeer, 2002.05202, SwiGLU)."""
+    return linear_add(gated_inputs(x_RD, norm_D, eps, gate_up), down, x_RD)
+
+
+def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared) -> Tensor:
+    """Final RMSNorm and the output head."""
+    return norm_linear(x_RD, norm_D, eps, head, None)
+
+
+def _rotate(x_RHC: Tensor, cos_RC: Tensor, sin_RC: Tensor) -> Tensor:
+    first, second = x_RHC.chunk(2, dim=-1)
+    cos, sin = cos_RC.unsqueeze(1), sin_RC.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rope_append(
+    qkv_RN: Tensor, batch: Ragged, rotary: Rotary, kv: KVLayer, q_norm_C: Tensor | None, k_norm_C: Tensor | None, eps: float
+) -> Tensor:
+    """Split q, k, v; normalise q and k per head where asked; rotate them in FP32; write k and v to the cache."""
+    head_dim, kv_heads = kv.keys.shape[-1], kv.keys.shape[-2]
+    heads = qkv_RN.shape[1] // head_dim
+    x_RHC = qkv_RN.view(-1, heads, head_dim)
+    q, k, v = x_RHC.split((heads - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if q_norm_C is not None and k_norm_C is not None:
+        q, k = rms_norm(q, q_norm_C, eps), rms_norm(k, k_norm_C, eps)
+    cos, sin = rotary.cos[batch.positions], rotary.sin[batch.positions]
+    kv.keys.flatten(0, 1)[batch.slots] = _rotate(k, cos, sin).to(kv.keys.dtype)
+    kv.values.flatten(0, 1)[batch.slots] = v.to(kv.values.dtype)
+    return _rotate(q, cos, sin)
+
+
+def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> Tensor:
+    """Causal attention of every row to its own sequence's paged KV; softmax in FP32."""
+    out_RN = torch.empty(q_RHC.shape[0], q_RHC.shape[1] * q_RHC.shape[2])
+    row = 0
+    for count, table, length in zip(batch.row_counts, batch.tables, batch.lengths, strict=True):
+        rows = slice(row, row + count)
+        keys_LJC = kv.keys[table].flatten(0, 1)[:length].float()
+        values_LJC = kv.values[table].flatten(0, 1)[:length].float()
+        out_RN[rows] = _attend(q_RHC[rows], keys_LJC, values_LJC, batch.positions[rows], window)
+        row += count
+    return out_RN
+
+
+def _attend(q_RHC: Tensor, keys_LJC: Tensor, values_LJC: Tensor, positions_R: Tensor, window: int | None) -> Tensor:
+    (R, H, C), (L, J, _) = q_RHC.shape, keys_LJC.shape
+    q_JGC = q_RHC.view(R, J, H // J, C).transpose(0, 1).reshape(J, R * (H // J), C)
+    scores = (q_JGC * C**-0.5 @ keys_LJC.permute(1, 2, 0)).view(J, R, H // J, L)
+    at_L = torch.arange(L)
+    hidden_RL = at_L > positions_R[:, None]
+    if window is not None:
+        hidden_RL |= at_L <= positions_R[:, None] - window
+    scores.masked_fill_(hidden_RL[None, :, None, :], -torch.inf)
+    mixed = scores.softmax(-1).view(J, R * (H // J), L) @ values_LJC.transpose(0, 1)
+    return mixed.view(J, R, H // J, C).transpose(0, 1).reshape(R, H * C)

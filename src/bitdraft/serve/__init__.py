@@ -1,0 +1,1 @@
+"""Running a target with a draft for people: generation in the terminal."""

@@ -1,0 +1,155 @@
+"""Generate in the terminal, and show which tokens were drafted, corrected or free."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from ..decoding.lookahead import Confidence, Fixed
+from ..decoding.protocols import Drafter
+from ..drafters.model import ModelDrafter
+from ..drafters.ngram import NGramDrafter
+from ..engine.engine import Emission, Engine
+from ..engine.sequence import Request
+from ..formats import Recipe
+from ..models.tokenizer import Tokenizer
+from ..quantize.load import Progress, load_draft, load_target, open_source
+from ..types import Origin, SamplingParams, StepRecord
+
+COLOURS: dict[Origin, str] = {"draft": "green", "corrected": "bold red", "free": "default"}
+"""How each origin is shown; words in the legend say the same without colour."""
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What to run.
+
+    Attributes:
+        target: name, folder, .gguf or hub id.
+        draft: the same, or 'ngram', or None for no speculation.
+        target_format, draft_format: recipes, such as 'bf16' or 'w4a16-awq'.
+        draft_length: tokens drafted a step.
+        confidence: a block ends after a token that the draft gives less probability than this; 0 never.
+        context: tokens of prompt and output together at most; None for the model's own limit.
+    """
+
+    target: str
+    draft: str | None
+    target_format: str
+    draft_format: str
+    draft_length: int
+    confidence: float
+    context: int | None
+
+
+@dataclass
+class Generator:
+    """A loaded engine with its tokenizer, and the records of the steps that it made."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    records: list[StepRecord] = field(default_factory=list)
+
+    def prompt_ids(self, prompt: str, *, raw: bool) -> list[int]:
+        """Token ids of a prompt: as it stands if `raw`, else as a user's turn in the model's chat template."""
+        if raw:
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat([{"role": "user", "content": prompt}])
+
+    def run(self, prompt: Sequence[int], sampling: SamplingParams) -> Iterator[Emission]:
+        """Generate after `prompt`, yielding what each step made true."""
+        self.records.clear()
+        self.engine.submit(Request(0, tuple(prompt), sampling, self.tokenizer.stream()))
+        try:
+            yield from self.engine.run()
+        finally:
+            self.engine.cancel(0)
+
+
+def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress | None = None) -> Generator:
+    """Load what `config` names.
+
+    Args:
+        config: models, formats and limits.
+        calibration: texts for formats that need activation statistics.
+        progress: called while files are fetched and weights are quantised.
+
+    Raises:
+        UsageError: anything that cannot be used as given.
+    """
+    rng = np.random.default_rng(0)
+    recipes = Recipe.parse(config.target_format), Recipe.parse(config.draft_format)
+    source = open_source(config.target, progress)
+    context = min(config.context or source.checkpoint.config.context_length, source.checkpoint.config.context_length)
+    target = load_target(source, recipes[0], kv_tokens=context, rng=rng, progress=progress)
+    drafter: Drafter | None = None
+    if config.draft == "ngram":
+        drafter = NGramDrafter()
+    elif config.draft is not None:
+        draft_source = open_source(config.draft, progress)
+        ids = [draft_source.tokenizer.encode(text) for text in calibration]
+        draft = load_draft(
+            draft_source, source, recipes[1], kv_tokens=context, rng=rng, calibration=ids, progress=progress
+        )
+        policy = Confidence(config.draft_length, config.confidence) if config.confidence else Fixed(config.draft_length)
+        drafter = ModelDrafter(draft, policy, source.tokenizer.eos_ids)
+    records: list[StepRecord] = []
+    engine = Engine(
+        target,
+        drafter,
+        eos_ids=source.tokenizer.eos_ids,
+        max_draft=config.draft_length,
+        max_batch=1,
+        kv_tokens=context,
+        on_record=records.append,
+    )
+    return Generator(engine, source.tokenizer, records)
+
+
+def show(tokenizer: Tokenizer, emissions: Iterator[Emission], console: Console) -> list[tuple[int, Origin]]:
+    """Print tokens as they come, coloured by origin, and return them."""
+    stream = tokenizer.stream()
+    tokens: list[tuple[int, Origin]] = []
+    for emission in emissions:
+        for token, origin in zip(emission.tokens, emission.origins, strict=True):
+            tokens.append((token, origin))
+            console.print(Text(stream.push(token), style=COLOURS[origin]), end="", soft_wrap=True)
+    console.print(Text(stream.flush()))
+    return tokens
+
+
+def summary(records: Sequence[StepRecord], tokens: Sequence[tuple[int, Origin]], seconds: float) -> dict[str, Any]:
+    """The figures of one generation, each by its full name.
+
+    Returns:
+        tokens, steps, tokens_per_step, accepted_per_drafted, conditional_acceptance (None where nothing was drafted),
+        tokens_per_second, counts by origin, and seconds spent drafting, verifying and otherwise.
+    """
+    drafted = sum(r.proposed for r in records)
+    overlap = [value for r in records for value in r.overlap]
+    return {
+        "tokens": len(tokens),
+        "steps": len(records),
+        "tokens_per_step": len(tokens) / len(records) if records else None,
+        "accepted_per_drafted": sum(r.accepted for r in records) / drafted if drafted else None,
+        "conditional_acceptance": sum(overlap) / len(overlap) if overlap else None,
+        "tokens_per_second": len(tokens) / seconds if seconds > 0 else None,
+        "origins": {origin: sum(1 for _, o in tokens if o == origin) for origin in COLOURS},
+        "draft_seconds": sum(r.draft_seconds for r in records),
+        "verify_seconds": sum(r.verify_seconds for r in records),
+        "other_seconds": sum(r.other_seconds for r in records),
+    }
+
+
+def speed_line(figures: dict[str, Any]) -> str:
+    """The figures of `summary` in one sentence."""
+    line = f"{figures['tokens']} tokens in {figures['steps']} steps, {figures['tokens_per_second'] or 0:.1f} tokens/s"
+    if figures["accepted_per_drafted"] is None:
+        return line + ", without drafts"
+    return (
+        f"{line}; {figures['tokens_per_step']:.2f} tokens per step, accepted/drafted "
+        f"{figures['accepted_per_drafted']:.0%}, conditional acceptance {figures['conditional_acceptance']:.0%}"
+    )

@@ -1,0 +1,151 @@
+"""The nouns that cross every border. Frozen, and importing nothing of ours but the errors.
+
+    Sequence ──► Proposal ──► Verification ──► StepRecord
+
+Shape suffixes and letters: B sequences in the batch, K drafted tokens (the longest row), V vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor
+
+from .errors import UsageError
+
+Origin = Literal["draft", "corrected", "free"]
+"""Where an emitted token came from: accepted from the draft, drawn from the residual after a rejection, or drawn from
+the target itself (after a fully accepted block, or without speculation)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request turns logits into tokens. The same rules make the target's p and the draft's q.
+
+    Attributes:
+        temperature: 0 is greedy (a point mass on the largest logit, lowest id on ties).
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all.
+        min_p: drop tokens less likely than min_p times the likeliest one; 0 drops none.
+        repetition_penalty: divides positive and multiplies negative logits of every token seen in prompt or output.
+        presence_penalty: subtracted once from the logit of each token already in the output.
+        frequency_penalty: subtracted once per occurrence in the output.
+        logit_bias: added to the logits of these token ids.
+        seed: with the request's number, names the random streams of the request.
+        max_tokens: output tokens at most.
+        min_tokens: no end of sequence and no stop id before so many output tokens.
+        stop: strings that end the output; the output is cut before the first one.
+        stop_ids: token ids that end the output like an end-of-sequence token.
+        ignore_eos: go on after an end-of-sequence token.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    max_tokens: int = 128
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, ok, expected in (
+            ("temperature", self.temperature >= 0, "a number of at least 0"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
+            ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
+            ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "a positive number (1 is off)"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("seed", 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
+            ("max_tokens", self.max_tokens >= 0, "a count of at least 0"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "a count from 0 to max_tokens"),
+            ("stop", all(self.stop), "strings that are not empty"),
+        ):
+            if not ok or (isinstance(getattr(self, name), float) and math.isnan(getattr(self, name))):
+                raise UsageError(f"{name} is {getattr(self, name)!r}. Expected {expected}.")
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Tokens to append to one request's KV cache in a forward call.
+
+    Attributes:
+        request: whose cache.
+        tokens: token ids, at least one.
+        start: the cache length before the call; tokens land at positions start, start + 1, ...
+        logits_from: rows from this index of `tokens` on return logits; `len(tokens)` returns none.
+    """
+
+    request: int
+    tokens: Sequence[int]
+    start: int
+    logits_from: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter suggests for every sequence of a batch.
+
+    Attributes:
+        tokens: [B, K] int64; row b holds `lengths[b]` tokens and -1 after them.
+        lengths: [B] int64, 0 where nothing was drafted.
+        probs: [B, K, V] float, the distribution that each token was really drawn from, after every filter and
+            renormalised; None when every token is a point mass (n-gram and scripted drafts).
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    probs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the target made of a proposal.
+
+    Attributes:
+        accepted: [B] int64, how many drafted tokens of each row stand.
+        next_token: [B] int64, the one token that the target adds: corrected where `accepted < lengths`, else free.
+        overlap: [B, K] float64, `sum_v min(p, q)` at every reached position (see `StepRecord`), NaN elsewhere.
+    """
+
+    accepted: Tensor
+    next_token: Tensor
+    overlap: Tensor
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What happened to one sequence in one step.
+
+    Attributes:
+        request: the number of the request.
+        start: output tokens that the request had before the step.
+        proposed: drafted tokens.
+        accepted: drafted tokens that the target accepted.
+        emitted: tokens added to the output, after end of sequence, stop strings and limits cut the block.
+        overlap: `sum_v min(p, q)` at each reached position: the accepted ones and, after a rejection, the rejected
+            one. Its mean is the conditional acceptance, without the noise of the coin.
+        batch: sequences in the step.
+        rows: rows of tokens that the target was given in the step, all sequences together.
+        draft_seconds, verify_seconds, other_seconds: duration of the step's parts; shared by its sequences.
+    """
+
+    request: int
+    start: int
+    proposed: int
+    accepted: int
+    emitted: int
+    overlap: tuple[float, ...]
+    batch: int
+    rows: int
+    draft_seconds: float
+    verify_seconds: float
+    other_seconds: float

@@ -1,0 +1,117 @@
+"""The decoder against transformers: every family on random weights, SmolLM2 on its real ones.
+
+Tolerance: FP32 through a few layers, summed in another order: 1e-4 on logits of order one.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from bitdraft.formats import Recipe
+from bitdraft.models.cached import CachedModel
+from bitdraft.models.checkpoint import open_checkpoint
+from bitdraft.models.decoder import Decoder
+from bitdraft.quantize.pipeline import quantize
+from bitdraft.types import Feed
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama3 scaling": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "mistral window": lambda: transformers.MistralConfig(**SIZES, sliding_window=16, head_dim=8),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+}
+IDS = [int(i) for i in np.random.default_rng(0).integers(0, 160, 70)]
+
+
+def build_tiny(kind: str, folder: Path) -> torch.nn.Module:
+    """A random model of one family, saved as a safetensors folder."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms and biases off their trivial start, or a mix-up would not show
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path, vocab_size: int = 160) -> CachedModel:
+    weights = quantize(open_checkpoint(folder), Recipe.parse("f32"), rng=np.random.default_rng(0))
+    return CachedModel(Decoder(weights), kv_tokens=512, vocab_size=vocab_size, kv_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_logits_of_every_family(kind: str, tmp_path: Path) -> None:
+    oracle = build_tiny(kind, tmp_path)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([IDS])).logits[0]
+    got = load(tmp_path).forward([Feed(0, IDS, 0, 0)])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_chunks_neighbours_and_rollbacks_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Prefill at once; in chunks; beside another request; and after tokens that were taken back."""
+    build_tiny(kind, tmp_path)
+    model = load(tmp_path)
+    whole = model.forward([Feed(0, IDS, 0, 0)])
+    parts = [model.forward([Feed(1, IDS[:33], 0, 0)])]
+    wrong = model.forward([Feed(1, [3, 1, 4, 1, 5], 33, 0), Feed(2, IDS[::-1], 0, 0)])
+    assert len(wrong) == 5 + 70
+    model.truncate(1, 33)
+    for i in range(33, 40):
+        parts.append(model.forward([Feed(1, IDS[i : i + 1], i, 0)]))
+    both = model.forward([Feed(2, IDS[:3], 70, 3), Feed(1, IDS[40:], 40, 0)])
+    torch.testing.assert_close(torch.cat([*parts, both]), whole, rtol=1e-4, atol=1e-4)
+    model.release(0)
+    model.fork(1, 0)
+    model.truncate(0, 20)
+    torch.testing.assert_close(model.forward([Feed(0, IDS[20:30], 20, 0)]), whole[20:30], rtol=1e-4, atol=1e-4)
+    for request in (0, 1, 2):
+        model.release(request)
+    assert model.pool.num_free == model.pool.num_blocks
+
+
+def test_logits_of_smollm2(smollm2: Path) -> None:
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    checkpoint = open_checkpoint(smollm2)
+    ids = checkpoint.tokenizer().encode("The quick brown fox jumps over the lazy dog. def fib(n):\n    return 1")
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    got = load(smollm2, checkpoint.config.vocab_size).forward([Feed(0, ids, 0, 0)])
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
+def test_logits_of_the_reference_pair(name: str) -> None:
+    from bitdraft.models import hub
+
+    path = hub.resolve(name)
+    checkpoint = open_checkpoint(path)
+    ids = checkpoint.tokenizer().encode("def quicksort(values):\n    if len(values) < 2:\n        return values\n")
+    got = load(path, checkpoint.config.vocab_size).forward([Feed(0, ids, 0, 0)])
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=2e-3)

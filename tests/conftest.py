@@ -1,0 +1,25 @@
+"""Model files that tests of several folders read."""
+
+from pathlib import Path
+
+import pytest
+
+from bitdraft.models import hub
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a .gguf file; fetched (93 MB) where the cache has none."""
+    return hub.resolve("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def qwen_half() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct as a .gguf file (491 MB): for tests marked `models`."""
+    return hub.resolve("qwen2.5-coder-0.5b")
+
+
+@pytest.fixture(scope="session")
+def qwen_big() -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct as a .gguf file (1.1 GB): for tests marked `models`."""
+    return hub.resolve("qwen2.5-coder-1.5b")
