@@ -1,10 +1,14 @@
-"""Model files that tests of several folders read."""
+"""Model files that tests of several folders read, and how torch runs in tests."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
 from bitdraft.models import hub
+
+torch.set_num_threads(1)
+"""Most tensors here are tiny, and two threads that wait for each other on a busy machine take three times as long."""
 
 
 @pytest.fixture(scope="session")

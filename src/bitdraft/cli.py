@@ -7,13 +7,13 @@ used, 130 interrupted (what was measured is kept; `--resume` goes on).
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -24,6 +24,9 @@ from . import __version__
 from .errors import BitdraftError, UsageError
 from .types import SamplingParams
 
+if TYPE_CHECKING:
+    from .serve.generate import GenerateConfig
+
 app = typer.Typer(
     help="Find, tune and serve the fastest lossless low-bit draft for a language model.",
     no_args_is_help=True,
@@ -33,7 +36,9 @@ app = typer.Typer(
 )
 out, err = Console(), Console(stderr=True)
 
-Target = Annotated[str, typer.Option("--target", help="Model whose answers count: a name, a folder, a .gguf or a hub id.")]
+Target = Annotated[
+    str, typer.Option("--target", help="Model whose answers count: a name, a folder, a .gguf or a hub id.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps every token.")]
@@ -41,6 +46,21 @@ TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps ev
 MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 drops none.")]
 Seed = Annotated[int, typer.Option(help="Names the random streams: the same seed gives the same output.")]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        out.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback(epilog="Example: bitdraft --version")
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Find, tune and serve the fastest lossless low-bit draft for a language model."""
 
 
 @contextmanager
@@ -61,7 +81,11 @@ def progress_bars() -> Iterator[Callable[[int, int | None, str], None]]:
                 tasks[label] = bars.add_task(label, total=total)
             bars.update(tasks[label], completed=done, total=total)
 
-        yield report
+        try:
+            yield report
+        except KeyboardInterrupt:
+            err.print("interrupted. What was measured is kept; --resume goes on.")
+            raise typer.Exit(130) from None
 
 
 @app.command(epilog="Example: bitdraft pull smollm2-135m")
@@ -71,13 +95,15 @@ def pull(
 ) -> None:
     """Fetch models by name, check their SHA-256, and say where they lie."""
     from .models import hub
+    from .models.registry import KNOWN_MODELS
 
     if not names:
-        _print_table(("name", "file"), [(name, hub.describe(name)) for name in hub.REGISTRY], as_json)
+        rows = [(m.name, f"{m.size / 1e6:.0f} MB", "; else ".join(map(str, m.sources))) for m in KNOWN_MODELS.values()]
+        _print_table("models", ("name", "size", "from"), rows, as_json)
         return
     with progress_bars() as bars:
         paths = [(name, str(hub.resolve(name, progress=bars))) for name in names]
-    _print_table(("name", "path"), paths, as_json)
+    _print_table("models", ("name", "path"), paths, as_json)
 
 
 @app.command(epilog="Example: bitdraft formats")
@@ -90,7 +116,7 @@ def formats(as_json: Json = False) -> None:
         f = get_format(name)
         group = f.group_size or "channel"
         rows.append((name, f"{f.bits_per_weight:.2f}", f.activation, str(group), f.head))
-    _print_table(("format", "bits a weight", "activations", "group", "head"), rows, as_json)
+    _print_table("formats", ("format", "bits a weight", "activations", "group", "head"), rows, as_json)
 
 
 @app.command(
@@ -106,7 +132,10 @@ def measure(
     ),
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
     workload: Annotated[
-        str, typer.Option(help="Workloads, with commas: code, chat, chat-en, chat-zh, summarise, edit, maths, humaneval, or files.")
+        str,
+        typer.Option(
+            help="Workloads, with commas: code, chat, chat-en, chat-zh, summarise, edit, maths, humaneval, or files."
+        ),
     ] = "code,chat",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload.")] = 20,
     max_tokens: MaxTokens = 64,
@@ -124,7 +153,8 @@ def measure(
     as_json: Json = False,
 ) -> None:
     """Answer which draft precision and length to use for a target, here and for this traffic, or none at all."""
-    from .measure.run import MeasureConfig, run
+    from .measure.config import MeasureConfig
+    from .measure.run import run
 
     config = MeasureConfig(
         target=target,
@@ -160,15 +190,21 @@ def report(
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads standard input.")],
     target: Target,
-    draft: Annotated[str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")] = None,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")
+    ] = None,
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
     draft_format: Annotated[str, typer.Option(help="Format of the draft.")] = "bf16",
     k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
     confidence: Annotated[
         float, typer.Option(min=0, max=1, help="End a block after a token that the draft finds less likely than this.")
     ] = 0.0,
-    plan: Annotated[Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats and --k.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Complete the prompt as it stands, without the chat template.")] = False,
+    plan: Annotated[
+        Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats and --k.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Complete the prompt as it stands, without the chat template.")
+    ] = False,
     max_tokens: MaxTokens = 128,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
@@ -183,14 +219,9 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Generate text, showing which tokens were drafted, corrected or free."""
-    from .measure.plan import Plan
     from .measure.workload import calibration_texts
-    from .serve.generate import COLOURS, GenerateConfig, load, show, speed_line, summary
+    from .serve.generate import GenerateConfig, collect, coloured, load, print_summary, summary
 
-    if plan is not None:
-        chosen = Plan.load(plan)
-        draft, draft_format, target_format = chosen.draft, chosen.draft_format or draft_format, chosen.target_format
-        k = chosen.default_k or k
     config = GenerateConfig(target, draft, target_format, draft_format, k, confidence, context)
     sampling = SamplingParams(
         temperature=temperature,
@@ -205,19 +236,33 @@ def generate(
         max_tokens=max_tokens,
     )
     with progress_bars() as bars:
-        generator = load(config, calibration_texts(), bars)
-    ids = generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw)
-    quiet = Console(file=open("/dev/null", "w")) if as_json else out  # noqa: SIM115
+        generator = load(_planned(config, plan), calibration_texts(), bars)
     started = perf_counter()
-    tokens = show(generator.tokenizer, generator.run(ids, sampling), quiet)
+    emissions = generator.run(generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw), sampling)
+    text, tokens = collect(emissions if as_json else coloured(generator.tokenizer, emissions, out))
     figures = summary(generator.records, tokens, perf_counter() - started)
     if as_json:
-        text = generator.tokenizer.decode([token for token, _ in tokens])
         print(json.dumps({"text": text, "tokens": tokens, **figures}, ensure_ascii=False))
-        return
-    legend = "  ".join(f"[{COLOURS[origin]}]{origin}[/]: {n}" for origin, n in figures["origins"].items())
-    out.print(f"\n{legend}", highlight=False)
-    out.print(speed_line(figures), highlight=False)
+    else:
+        print_summary(figures, out)
+
+
+def _planned(config: "GenerateConfig", path: Path | None) -> "GenerateConfig":
+    """What a plan decided takes the place of the options it covers."""
+    if path is None:
+        return config
+    from .measure.plan import Plan
+
+    plan = Plan.load(path)
+    if plan.draft_format is None or plan.default_k == 0:
+        return replace(config, draft=None, target_format=plan.target_format)
+    return replace(
+        config,
+        draft=plan.draft,
+        target_format=plan.target_format,
+        draft_format=plan.draft_format,
+        draft_length=plan.default_k,
+    )
 
 
 def _listed(text: str) -> tuple[str, ...]:
@@ -245,16 +290,19 @@ def _command_line() -> str:
 
 def _render(folder: Path, as_json: bool) -> None:
     """Write the reports beside the trace and print the matrix, or the figures as JSON."""
-    from .measure.report import write_reports
+    from .measure.report import publish, render_terminal, to_json
 
-    summary = write_reports(folder)
+    summary, files = publish(folder)
     if as_json:
-        print(json.dumps(summary.as_json, ensure_ascii=False))
+        print(json.dumps(to_json(summary), ensure_ascii=False))
+        return
+    render_terminal(summary, out)
+    out.print(f"\nwritten: {', '.join(map(str, files))}", highlight=False, soft_wrap=True)
 
 
-def _print_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], as_json: bool) -> None:
+def _print_table(what: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], as_json: bool) -> None:
     if as_json:
-        print(json.dumps([dict(zip(headings, row, strict=True)) for row in rows], ensure_ascii=False))
+        print(json.dumps({what: [dict(zip(headings, row, strict=True)) for row in rows]}, ensure_ascii=False))
         return
     table = Table(*headings, box=None, header_style="bold")
     for row in rows:
@@ -265,13 +313,7 @@ def _print_table(headings: tuple[str, ...], rows: list[tuple[str, ...]], as_json
 def main() -> None:
     """Run the command line; a user's mistake is one message and exit code 2, never a traceback."""
     try:
-        app(standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        sys.exit(2)
+        app()
     except BitdraftError as error:
         err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except (KeyboardInterrupt, click.Abort):
-        err.print("interrupted. What was measured is kept; --resume goes on.")
-        sys.exit(130)

@@ -93,7 +93,9 @@ def test_chunks_neighbours_and_rollbacks_change_nothing(kind: str, tmp_path: Pat
 
 
 def test_logits_of_smollm2(smollm2: Path) -> None:
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+    )
     checkpoint = open_checkpoint(smollm2)
     ids = checkpoint.tokenizer().encode("The quick brown fox jumps over the lazy dog. def fib(n):\n    return 1")
     with torch.no_grad():

@@ -37,10 +37,17 @@ def paged(lengths: list[int], counts: list[int], heads: int, dim: int, size: int
     kv = KVLayer(random(40, size, heads, dim, seed=2), random(40, size, heads, dim, seed=3))
     positions = torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)])
     slots = torch.cat(
-        [t[torch.arange(n - c, n) // size] * size + torch.arange(n - c, n) % size for t, n, c in zip(tables, lengths, counts, strict=True)]
+        [
+            t[torch.arange(n - c, n) // size] * size + torch.arange(n - c, n) % size
+            for t, n, c in zip(tables, lengths, counts, strict=True)
+        ]
     )
-    batch = Ragged(torch.zeros(sum(counts), dtype=torch.int64), positions, slots, tuple(counts), tuple(tables), tuple(lengths))
-    plain = [(kv.keys[t].flatten(0, 1)[:n], kv.values[t].flatten(0, 1)[:n]) for t, n in zip(tables, lengths, strict=True)]
+    batch = Ragged(
+        torch.zeros(sum(counts), dtype=torch.int64), positions, slots, tuple(counts), tuple(tables), tuple(lengths)
+    )
+    plain = [
+        (kv.keys[t].flatten(0, 1)[:n], kv.values[t].flatten(0, 1)[:n]) for t, n in zip(tables, lengths, strict=True)
+    ]
     return batch, kv, plain
 
 
@@ -72,7 +79,11 @@ def test_attention_is_sdpa_per_sequence(heads: int, kv_heads: int, window: int |
         at, position = torch.arange(length), torch.arange(length - count, length)[:, None]
         seen = (at <= position) & (at > position - (window or length + 1))
         expected = functional.scaled_dot_product_attention(
-            q[row : row + count].transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=seen, enable_gqa=True
+            q[row : row + count].transpose(0, 1),
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            attn_mask=seen,
+            enable_gqa=True,
         )
         torch.testing.assert_close(got[row : row + count], expected.transpose(0, 1).flatten(1), **TOLERANCE)
         row += count
@@ -96,7 +107,9 @@ def test_rotary_is_a_rotation_by_the_absolute_position() -> None:
     rotary = Rotary.make(700, 8, 10000.0)
     qkv = random(3, 4 * 8, seed=5)
     q = ops.rope_append(qkv, batch, rotary, kv)
-    turn = torch.exp(1j * batch.positions.double()[:, None] * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8))
+    turn = torch.exp(
+        1j * batch.positions.double()[:, None] * 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    )
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(x[..., :4].double(), x[..., 4:].double()) * turn[:, None]

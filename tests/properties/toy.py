@@ -7,7 +7,7 @@ target, draft, sampling parameters, draft length, rule. `plain_law` is what the 
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from math import fsum, inf
 
@@ -115,25 +115,22 @@ class Game:
     ending_ids: frozenset[int] = frozenset()
     prompt: Text = (0, 1, 0)
     overshoot: bool = False
-    memo: dict[Text, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def p(self, output: Text) -> Tensor:
         """The target's distribution after `output`, made from the whole text at once."""
-        if output not in self.memo:
-            history = History.after_prompt(self.prompt)
-            for token in output:
-                history = history.extended(token)
-            logits = self.target(self.prompt + output)
-            self.memo[output] = sampling.distribution(logits, self.params, history, self.ending_ids)
-        return self.memo[output]
+        logits = self.target(self.prompt + output)
+        return sampling.distribution(logits, self.params, self.history(output), self.ending_ids)
+
+    def history(self, output: Text) -> History:
+        history = History.after_prompt(self.prompt)
+        for token in output:
+            history = history.extended(token)
+        return history
 
     def ended(self, output: Text) -> bool:
         return len(output) >= self.params.max_tokens or (bool(output) and output[-1] in self.ending_ids)
 
     def row(self, output: Text, randomness: Randomness, request: int = 0) -> DraftRow:
-        history = History.after_prompt(self.prompt)
-        for token in output:
-            history = history.extended(token)
         room = self.params.max_tokens - len(output) - 1
         budget = self.max_draft if self.overshoot else min(self.max_draft, room)
         text = list(self.prompt + output)
@@ -143,7 +140,7 @@ class Game:
             prompt_length=len(self.prompt),
             budget=budget,
             sampling=self.params,
-            history=history,
+            history=self.history(output),
             randomness=randomness,
         )
 

@@ -81,6 +81,7 @@ def describe(spec: Spec) -> Run:
     return Run(
         target=StoredModel("qwen2.5-coder-1.5b", "GGUF Q4_K_M", spec.stored_bits, 1_540_000_000),
         draft=StoredModel(spec.draft_name, "GGUF Q5_K_M", spec.stored_bits, 494_000_000),
+        target_format="bf16",
         formats=tuple(spec.drafts),
         workloads=tuple(spec.acceptance),
         prompts=spec.prompts,
@@ -146,7 +147,7 @@ def _score(
     difficulty: np.ndarray,
     rng: np.random.Generator,
 ) -> Score:
-    rejection = np.clip(draft.rejection * (1 - acceptance) * np.exp(difficulty - difficulty.std() ** 2 / 2), 0, 0.98)
+    rejection = np.clip(draft.rejection * (1 - acceptance) * np.exp(difficulty - difficulty.std() ** 2 / 2), 0, 0.999)
     overlap = 1 - rejection
     surely = rng.random(len(overlap)) < overlap / 2  # a chance with the mean `overlap`, as one token's has
     ratio = np.where(surely, 1.0, (overlap / 2) / (1 - overlap / 2)) if difficulty.any() else overlap
@@ -167,7 +168,7 @@ def _score(
 def _costs(spec: Spec, rng: np.random.Generator) -> tuple[CostSample, ...]:
     samples = []
     for r in range(spec.rounds):
-        drift = 1 + spec.noise * rng.normal()
+        drift = float(np.exp(spec.noise * rng.normal()))
 
         def timed(ms: float, drift: float = drift) -> float:
             return ms * drift * (1 + 0.5 * spec.noise * abs(rng.normal()))
@@ -195,7 +196,7 @@ def _confirmations(
 
 def _plain(spec: Spec, score: Score, round_: int, rng: np.random.Generator) -> Confirmation:
     tokens, prompt = len(score.ratio), 4 * spec.target_ms / 1000
-    decode = (tokens - 1) * spec.target_ms / 1000 * (1 + spec.noise * rng.normal())
+    decode = (tokens - 1) * spec.target_ms / 1000 * float(np.exp(spec.noise * rng.normal()))
     return Confirmation(
         None, 0, score.workload, score.index, round_, prompt + decode, tokens, prompt, 1, tokens, (), (), (), 0.0,
         prompt + decode, 0.0,
@@ -216,7 +217,7 @@ def _speculative(spec: Spec, score: Score, k: int, round_: int, rng: np.random.G
     counts = BlockCounts.of_blocks(blocks)
     draft = sum(n for n, _ in blocks) * spec.drafts[score.format].ms / 1000
     verify = sum(spec.target_ms + n * spec.row_ms for n, _ in blocks) / 1000
-    scale = spec.slow.get(score.format, 1.0) * (1 + spec.noise * rng.normal())
+    scale = spec.slow.get(score.format, 1.0) * float(np.exp(spec.noise * rng.normal()))
     steps = (draft + verify + len(blocks) * spec.overhead_ms / 1000) * scale
     prompt = 4 * spec.target_ms / 1000
     n, _ = blocks[0]

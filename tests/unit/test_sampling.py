@@ -174,19 +174,22 @@ def test_top_p_of_a_large_vocabulary_is_the_sorted_one(size: int, top_p: float, 
     assert set(kept.tolist()) == set(order[:count].tolist())
 
 
-def test_a_small_nucleus_needs_no_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, topk = [], torch.topk
+@pytest.mark.parametrize("params", [SamplingParams(top_p=0.89), SamplingParams(top_k=40, top_p=0.89)])
+def test_a_small_nucleus_needs_no_sort_of_the_vocabulary(
+    params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, sort = [], torch.sort
 
-    def spy(values: torch.Tensor, k: int) -> object:
-        asked.append(k)
-        return topk(values, k)
+    def spy(values: torch.Tensor, **options: bool) -> object:
+        sizes.append(len(values))
+        return sort(values, **options)
 
-    monkeypatch.setattr(torch, "topk", spy)
-    monkeypatch.setattr(torch, "sort", None)
-    logits = torch.zeros(150_000)
+    monkeypatch.setattr(torch, "sort", spy)
+    logits = torch.linspace(0, 1, 150_000)
     logits[7_000:7_040] = 20
-    assert int((distribution(logits, SamplingParams(top_p=0.89), START) > 0).sum()) == 36
-    assert max(asked) <= 1024
+    logits[9_000:] = -math.inf
+    assert distribution(logits, params, START).nonzero()[:, 0].tolist() == list(range(7_000, 7_036))
+    assert max(sizes) <= 1024
 
 
 @given(st.lists(tokens, min_size=1, max_size=4), st.lists(tokens, max_size=100))

@@ -4,7 +4,7 @@ The order of the filters is fixed: penalties, logit bias, the ban of ending ids 
 top-p, min-p, and the sum brought back to 1. What a penalty sees is the text before the position, drafted tokens
 included, so one call makes one position and `History` moves on token by token.
 
-Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen.
+Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen, N likeliest tokens.
 """
 
 import math
@@ -23,7 +23,7 @@ _RECENT = 32
 """Tokens that a history carries beside its table before the table is made anew."""
 
 _PREFIX = 1024
-"""Likeliest tokens that top-p looks at first. Most nuclei are far smaller than a vocabulary of 150 000."""
+"""Likeliest tokens that top-p sorts first. Most nuclei are far smaller than a vocabulary of 150 000."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def distribution(
         return probs_V
     # The peak becomes 0 before the division, so no temperature, however small, makes an infinity out of it.
     scaled_V = (adjusted_V - peak) / max(params.temperature, torch.finfo(adjusted_V.dtype).tiny)
-    return torch.softmax(_filtered(scaled_V, params), dim=0)
+    return _filtered(scaled_V, params)
 
 
 def target_distributions(
@@ -209,36 +209,45 @@ def _banned(logits_V: Tensor, params: SamplingParams, history: History, ending_i
 
 
 def _filtered(scaled_V: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, top-p and min-p: dropped tokens become minus infinity. The largest entry of `scaled_V` is 0."""
-    if 0 < params.top_k < len(scaled_V):
-        scaled_V = _keep_top(scaled_V, params.top_k)
-    if params.top_p < 1:
-        scaled_V = _keep_top(scaled_V, _nucleus_size(scaled_V, params.top_p))
+    """Top-k, top-p and min-p, then the softmax of what is left, [V]. The largest entry of `scaled_V` is 0."""
+    whole = params.top_k == 0 and params.top_p == 1
+    ids_N, kept_N = (None, scaled_V) if whole else _top(scaled_V, params.top_k, params.top_p)
     if params.min_p > 0:
-        scaled_V = scaled_V.masked_fill(scaled_V < math.log(params.min_p), -math.inf)
-    return scaled_V
+        kept_N = kept_N.masked_fill(kept_N < math.log(params.min_p), -math.inf)
+    probs_N = torch.softmax(kept_N, dim=0)
+    return probs_N if ids_N is None else torch.zeros_like(scaled_V).index_copy_(0, ids_N, probs_N)
 
 
-def _keep_top(scaled_V: Tensor, count: int) -> Tensor:
-    """Keep the `count` largest entries, lower ids first on ties."""
-    if count >= len(scaled_V):
-        return scaled_V
-    smallest = torch.topk(scaled_V, count).values[-1]
-    keep_V = scaled_V > smallest
-    # topk promises nothing about which of several equal entries it returns, so its ids are not used.
-    ties = (scaled_V == smallest).nonzero()[:, 0]
-    keep_V[ties[: count - int(keep_V.sum())]] = True
-    return scaled_V.masked_fill(~keep_V, -math.inf)
-
-
-def _nucleus_size(scaled_V: Tensor, top_p: float) -> int:
-    """The size of the smallest set of likeliest tokens whose mass reaches `top_p`; the largest entry is 0."""
-    wanted = top_p * float(scaled_V.exp().sum(dtype=torch.float64))
-    size = _PREFIX
+def _top(scaled_V: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Ids and scaled logits of what top-k and top-p keep, likeliest first."""
+    if top_k > 0:
+        ids_N, values_N = _likeliest(scaled_V, top_k)
+        count = _nucleus_size(values_N, top_p, _mass(values_N)) if top_p < 1 else top_k
+        return ids_N[:count], values_N[:count]
+    total, size = _mass(scaled_V), _PREFIX
     while True:
-        size = min(size, len(scaled_V))
-        mass = torch.topk(scaled_V, size).values.exp().cumsum(0, dtype=torch.float64)
-        count = int(torch.searchsorted(mass, wanted)) + 1
-        if count <= size or size == len(scaled_V):
-            return min(count, size)
+        ids_N, values_N = _likeliest(scaled_V, size)
+        count = _nucleus_size(values_N, top_p, total)
+        if count <= len(ids_N) or size >= len(scaled_V):
+            return ids_N[:count], values_N[:count]
         size *= 16
+
+
+def _likeliest(scaled_V: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Ids and values of the `size` largest entries, or fewer: not those at minus infinity. Lower ids first on ties."""
+    # topk promises nothing about which of several equal entries it returns, so only its smallest value is used.
+    smallest = torch.topk(scaled_V, min(size, len(scaled_V)), sorted=False).values.min()
+    smallest = smallest.clamp_min(torch.finfo(scaled_V.dtype).min)
+    ids_N = (scaled_V >= smallest).nonzero()[:, 0]
+    values_N, order_N = torch.sort(scaled_V[ids_N], descending=True, stable=True)
+    return ids_N[order_N[:size]], values_N[:size]
+
+
+def _nucleus_size(values_N: Tensor, top_p: float, total: float) -> int:
+    """How many of the likeliest tokens reach `top_p` of the total mass; N + 1 if all of them do not."""
+    mass_N = values_N.exp().cumsum(0, dtype=torch.float64)
+    return int(torch.searchsorted(mass_N, top_p * total)) + 1
+
+
+def _mass(scaled: Tensor) -> float:
+    return float(scaled.exp().sum(dtype=torch.float64))

@@ -1,0 +1,1 @@
+"""Drafters: another model, the text itself, or a script."""

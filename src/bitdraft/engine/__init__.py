@@ -1,0 +1,1 @@
+"""The engine: requests through a target and a drafter, step by step."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from ..decoding.protocols import DraftRow, Drafter, LanguageModel
+from ..decoding.protocols import Drafter, DraftRow, LanguageModel
 from ..decoding.sampling import History, target_distributions
 from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify

@@ -31,7 +31,7 @@ class Emission:
         request: its number.
         tokens: new output tokens, at least one.
         origins: where each came from.
-        text: new text, cut before a stop string; empty without a detokeniser.
+        text: new text, cut before a stop string, and held back while it may begin one; empty without a detokeniser.
         finish: why the output ended with this step; None if it goes on.
     """
 
@@ -109,7 +109,9 @@ class Engine:
                 f"Expected ids from 0 to {self.target.vocab_size - 1}. Use the target's own tokenizer."
             )
         if request.sampling.stop and request.text is None:
-            raise UsageError(f"request {request.number}: stop strings need a detokeniser. Pass `text`, or use stop_ids.")
+            raise UsageError(
+                f"request {request.number}: stop strings need a detokeniser. Pass `text`, or use stop_ids."
+            )
         sequence = Running(
             request=request,
             randomness=self._randomness(request.sampling.seed, request.number),
@@ -143,9 +145,9 @@ class Engine:
         emissions = []
         for b, sequence in enumerate(batch.deciding):
             accepted, length = int(verdict.accepted[b]), int(proposal.lengths[b])
-            block = [(token, "draft") for token in proposal.tokens[b, :accepted].tolist()]
+            block: list[tuple[int, Origin]] = [(t, "draft") for t in proposal.tokens[b, :accepted].tolist()]
             block.append((int(verdict.next_token[b]), "corrected" if accepted < length else "free"))
-            known, text = len(sequence.tokens), sequence.text
+            known, text = len(sequence.tokens), sequence.visible
             for token, origin in block:
                 sequence.append(token, origin, self._ending_ids(sequence), self.target.context_length)
                 if sequence.finish:
@@ -157,7 +159,7 @@ class Engine:
                     sequence.request.number,
                     tuple(sequence.tokens[known:]),
                     tuple(sequence.origins[-emitted:]),
-                    sequence.text[len(text) :],
+                    sequence.visible[len(text) :],
                     sequence.finish,
                 )
             )
@@ -178,7 +180,9 @@ class Engine:
     def _propose(self, batch: Batch) -> Proposal:
         if self.drafter and batch.rows:
             return self.drafter.propose(batch.rows)
-        return Proposal(torch.empty(len(batch.rows), 0, dtype=torch.int64), torch.zeros(len(batch.rows), dtype=torch.int64))
+        return Proposal(
+            torch.empty(len(batch.rows), 0, dtype=torch.int64), torch.zeros(len(batch.rows), dtype=torch.int64)
+        )
 
     def _distributions(self, batch: Batch, proposal: Proposal, logits: torch.Tensor) -> Sequence[torch.Tensor]:
         per_row, at = [], 0

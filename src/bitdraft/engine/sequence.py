@@ -75,6 +75,15 @@ class Sequence:
         """True tokens that the target's KV does not hold yet."""
         return self.tokens[self.cached :]
 
+    @property
+    def visible(self) -> str:
+        """The text that is sure to stay: all of it but a tail that may yet turn out to begin a stop string."""
+        if self.finish:
+            return self.text
+        stops = self.request.sampling.stop
+        held = max((n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+        return self.text[: len(self.text) - held]
+
     def draft_row(self, budget: int) -> DraftRow:
         """This sequence as a drafter sees it."""
         return DraftRow(
@@ -101,9 +110,7 @@ class Sequence:
         self.tokens.append(token)
         self.origins.append(origin)
         self.history = self.history.extended(token)
-        if token in ending_ids:
-            self.finish = "stop"
-        elif self._reaches_stop_string(token):
+        if self._reaches_stop_string(token) or token in ending_ids:
             self.finish = "stop"
         elif len(self.origins) >= sampling.max_tokens or len(self.tokens) >= context_length:
             self.finish = "length"

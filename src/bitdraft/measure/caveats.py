@@ -67,8 +67,8 @@ def _disagreement(cell: Cell, run: Confirmed) -> str | None:
         return None
     return (
         f"{cell.format}, K = {run.k} on {cell.workload}: decoding alone was predicted at {times(run.predicted)} and "
-        f"measured at {times(measured)}. They differ by {percent(abs(off))}: trust the measured one, and time the steps "
-        "again on a quiet machine."
+        f"measured at {times(measured)}. They differ by {percent(abs(off))}: trust the measured one, and time the "
+        "steps again on a quiet machine."
     )
 
 

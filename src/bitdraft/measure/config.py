@@ -33,7 +33,7 @@ class MeasureConfig:
     draft_lengths: tuple[int, ...]
     sampling: SamplingParams
     batch: int = 8
-    timings: int = 3
+    timings: int = 7
     confirm: int = 2
     confirm_prompts: int = 4
     rounds: int = 2
@@ -45,4 +45,6 @@ class MeasureConfig:
             if not given or len(set(given)) < len(given):
                 raise UsageError(f"{name} is {list(given)}. Expected at least one, and each once.")
         if self.sampling.max_tokens < 2:
-            raise UsageError(f"max_tokens is {self.sampling.max_tokens}. Expected at least 2: one token is never drafted.")
+            raise UsageError(
+                f"max_tokens is {self.sampling.max_tokens}. Expected at least 2: one token is never drafted."
+            )

@@ -14,6 +14,7 @@ from ..engine.engine import Engine
 from ..engine.sequence import Request
 from ..models.cached import CachedModel
 from ..types import Feed, SamplingParams, StepRecord
+from .stats import BlockCounts
 from .texts import Key
 from .trace import Confirmation
 
@@ -81,7 +82,7 @@ class Bench:
             first = first or (self.clock() - started, len(ids))
         seconds = self.clock() - started
         assert first is not None
-        proposed, tested, accepted = _by_position(records, candidate.k if candidate else 0)
+        counts = BlockCounts.of_blocks((r.proposed, r.accepted) for r in records)
         return ids, Confirmation(
             format=candidate.format if candidate else None,
             k=candidate.k if candidate else 0,
@@ -93,9 +94,9 @@ class Bench:
             first_seconds=first[0],
             first_tokens=first[1],
             steps=len(records),
-            proposed=proposed,
-            tested=tested,
-            accepted=accepted,
+            proposed=counts.proposed,
+            tested=counts.tested,
+            accepted=counts.accepted,
             draft_seconds=sum(r.draft_seconds for r in records),
             verify_seconds=sum(r.verify_seconds for r in records),
             other_seconds=sum(r.other_seconds for r in records),
@@ -113,14 +114,3 @@ class Bench:
         self.target.release(0)
         top = logits.topk(2).values
         return replace(run, same_ids=False, first_difference=at, margin=float(top[0] - top[1]))
-
-
-def _by_position(records: Sequence[StepRecord], k: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Drafted, tested and accepted tokens by position in the block, each k numbers."""
-    proposed, tested, accepted = [0] * k, [0] * k, [0] * k
-    for record in records:
-        for j in range(record.proposed):
-            proposed[j] += 1
-            tested[j] += j <= record.accepted
-            accepted[j] += j < record.accepted
-    return tuple(proposed), tuple(tested), tuple(accepted)

@@ -23,8 +23,8 @@ def count(value: float) -> str:
 
 
 def nats(value: float) -> str:
-    """A divergence: 0.0123, or 1.2e-05 if it is tiny."""
-    return f"{value:.4f}" if value >= 0.0005 or value == 0 else f"{value:.1e}"
+    """A divergence with three digits: 0.157, or 1.2e-05 if it is tiny."""
+    return f"{value:.3g}"
 
 
 def milliseconds(value: float) -> str:
@@ -37,11 +37,16 @@ def size(byte_count: int) -> str:
     return f"{byte_count / 1e9:.2f} GB" if byte_count >= 1e9 else f"{byte_count / 1e6:.0f} MB"
 
 
-def span(interval: Interval, show: Callable[[float], str], joint: str = " to ") -> str:
-    """The bounds of an interval: '1.55× to 1.70×'; empty if they are not known."""
+def span(interval: Interval, show: Callable[[float], str]) -> str:
+    """The bounds of an interval for a sentence: '1.55× to 1.70×'; empty if they are not known."""
     if interval.low is None or interval.high is None:
         return ""
-    return f"{show(interval.low)}{joint}{show(interval.high)}"
+    return f"{show(interval.low)} to {show(interval.high)}"
+
+
+def small_span(interval: Interval, show: Callable[[float], str]) -> str:
+    """The bounds of an interval for small print, without units: '1.55–1.70'; empty if they are not known."""
+    return "–".join(bound.rstrip("×%") for bound in span(interval, show).split(" to "))
 
 
 def with_span(interval: Interval, show: Callable[[float], str]) -> str:

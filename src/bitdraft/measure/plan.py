@@ -23,7 +23,8 @@ class Plan:
 
     Attributes:
         version: of this file's layout.
-        target, draft: the models' names, as they were given. draft_format: None decodes without speculation.
+        target, draft: the models' names, as they were given.
+        target_format, draft_format: what each is run in; a draft_format of None decodes without speculation.
         k: drafted tokens a step, by workload; 0 for those that are better off without. default_k: for other traffic.
         speedup: expected over no speculation; 'do not speculate' keeps the best that was found.
         evidence: 'confirmed' by end-to-end runs, or 'predicted'. verdict: see `recommend`.
@@ -35,6 +36,7 @@ class Plan:
     version: int
     target: str
     draft: str
+    target_format: str
     draft_format: str | None
     k: Mapping[str, int]
     default_k: int
@@ -100,6 +102,7 @@ def make_plan(figures: Figures, recommendation: Recommendation) -> Plan:
         version=VERSION,
         target=run.target.name,
         draft=run.draft.name,
+        target_format=run.target_format,
         draft_format=recommendation.draft_format,
         k=recommendation.k,
         default_k=recommendation.default_k,

@@ -53,11 +53,11 @@ class Texts:
 
     def survival(self, k: int) -> Floats:
         """[P, N, k + 1]: P(the first j drafts of a block that starts after s tokens are all accepted), j = 0 .. k."""
-        chances = np.ones((*self.ratio_PN.shape, k + 1))
+        count, length = self.ratio_PN.shape
+        ahead = np.concatenate([self.ratio_PN, np.zeros((count, k))], axis=1)
+        chances = np.ones((count, length, k + 1))
         for j in range(k):
-            ahead = np.zeros_like(self.ratio_PN)
-            ahead[:, : ahead.shape[1] - j] = self.ratio_PN[:, j:]
-            chances[:, :, j + 1] = chances[:, :, j] * ahead
+            chances[:, :, j + 1] = chances[:, :, j] * ahead[:, j : j + length]
         return chances
 
     def block_starts(self, k: int) -> Floats:
@@ -83,7 +83,8 @@ class Texts:
         This is what a run of just these texts does, reading the prompt (the first step) left out.
         """
         starts = self.block_starts(k)
-        first = np.minimum(self.survival(k)[:, 0].sum(axis=1), self.lengths_P)
+        inside = np.arange(k + 1) < self.lengths_P[:, None]
+        first = (self.survival(k)[:, 0] * inside).sum(axis=1)
         return self.lengths_P - first, starts[:, 1:].sum(axis=1)
 
     def hazard_sums(self, k: int) -> tuple[Floats, Floats]:

@@ -173,7 +173,9 @@ def _default_k(best: _Candidate) -> int:
 
 def _headline(verdict: Verdict, best: _Candidate, figures: Figures) -> str:
     if verdict == "do not speculate":
-        return f"Do not speculate with {figures.run.draft.name} on this machine."
+        high = best.raw.interval().high
+        why = "it would be slower" if high is not None and high < 1 else "no gain is to be seen"
+        return f"Do not speculate with {figures.run.draft.name} on this machine: {why}."
     lengths: dict[int, list[str]] = {}
     for workload, k in best.k.items():
         lengths.setdefault(k, []).append(workload)
@@ -212,10 +214,10 @@ def _reasons(
     if best.confirmed:
         reasons += _not_run(best, figures)
     else:
-        deepest = max(len(cell.curve) for cell in best.cells.values())
+        tried = sum(max(len(cell.curve) for cell in c.cells.values()) for c in candidates)
         reasons.append(
-            f"This is a prediction, and the best of {len(candidates)} formats and {deepest} draft lengths on the same texts, "
-            "which flatters it a little. Nothing was run from end to end yet."
+            f"This is a prediction, and the best of {tried} combinations of format and K on the same texts, which "
+            "flatters it a little. Nothing was run from end to end yet."
         )
     return reasons
 
@@ -275,8 +277,8 @@ def _not_run(best: _Candidate, figures: Figures) -> list[str]:
     """Formats that were predicted to be faster than the choice, but did not run from end to end."""
     ours = figures.overall[best.name].predicted
     return [
-        f"{name} was predicted to be faster still ({times(total.predicted.value)} against {times(ours.value)}), but was not "
-        "run from end to end: confirm more candidates to know."
+        f"{name} was predicted to be faster still ({times(total.predicted.value)} against {times(ours.value)}), but "
+        "was not run from end to end: confirm more candidates to know."
         for name, total in figures.overall.items()
         if ours and total.predicted and not total.confirmed and total.predicted.value > ours.value
     ]
@@ -289,9 +291,11 @@ def _against(best: _Candidate, other: _Candidate, figures: Figures) -> str:
     if sure is not None:
         text += f"; the chance that {best.name} is really faster is {_chance(sure)}"
     ours, theirs = figures.overall[best.name], figures.overall[other.name]
-    share = theirs.conditional_acceptance.value / ours.conditional_acceptance.value
-    facts = [f"its acceptance is {percent(share)}"]
+    facts = []
+    if ours.conditional_acceptance.value > 0:
+        share = theirs.conditional_acceptance.value / ours.conditional_acceptance.value
+        facts.append(f"its acceptance is {percent(share)}")
     if figures.costs and {best.name, other.name} <= set(figures.costs.draft):
         cost = figures.costs.draft[other.name].value / figures.costs.draft[best.name].value
         facts.append(f"its drafted token costs {percent(cost, 0)}")
-    return f"{text}. Against {best.name}, {listed(facts)}."
+    return f"{text}. Against {best.name}, {listed(facts)}." if facts else f"{text}."

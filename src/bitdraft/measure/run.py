@@ -18,16 +18,19 @@ from ..engine.cost import time_draft, time_target
 from ..errors import UsageError
 from ..formats import Recipe
 from ..models.cached import CachedModel
+from ..models.config import ModelConfig
 from ..models.tokenizer import check_pair
 from ..ops import native
 from ..quantize.load import Progress, Source, load_draft, load_target, open_source
 from ..quantize.pipeline import check_layers
 from ..types import Feed, SamplingParams
 from .config import MeasureConfig
+from .confirm import Bench, Candidate
+from .figures import Figures, figures
 from .machine import this_machine
 from .score import score
 from .texts import Key, load_hidden, save_hidden, tokenise, write_texts
-from .trace import RUN_FILE, CostSample, Run, Sampling, Score, Size, StoredModel, Text, Trace, TraceWriter
+from .trace import RUN_FILE, Confirmation, CostSample, Run, Sampling, Score, Size, StoredModel, Text, Trace, TraceWriter
 from .workload import Prompt, calibration_texts, load_workload
 
 TIMING_CONTEXT = 128
@@ -80,7 +83,7 @@ def run(
     """
     if (folder / RUN_FILE).exists() and not resume:
         raise UsageError(f"{folder} holds a measurement already. Go on with it by --resume, or choose another folder.")
-    recipes = {name: Recipe.parse(name) for name in config.formats}
+    recipes = {recipe.name: recipe for recipe in map(Recipe.parse, config.formats)}
     prompts = [p for spec in config.workloads for p in load_workload(spec, config.prompts)]
     target_source, draft_source = open_source(config.target, progress), open_source(config.draft, progress)
     check_pair(target_source.tokenizer, draft_source.tokenizer)
@@ -90,7 +93,7 @@ def run(
     context = min(target_source.checkpoint.config.context_length, draft_source.checkpoint.config.context_length)
     ids = tokenise(prompts, target_source.tokenizer, config.sampling.max_tokens, context)
     writer = TraceWriter(folder)
-    writer.begin(_describe(config, prompts, target_source, draft_source, command))
+    writer.begin(_describe(config, recipes, prompts, target_source, draft_source, command))
     kv_tokens = _cache_size(config, ids)
     target = load_target(
         target_source,
@@ -111,15 +114,13 @@ def run(
 def _cache_size(config: MeasureConfig, prompts: Mapping[Key, Sequence[int]]) -> int:
     """KV tokens for a batch of the longest texts, each in whole blocks with its longest draft."""
     longest = max(len(ids) for ids in prompts.values()) + config.sampling.max_tokens + max(config.draft_lengths)
-    return config.batch * (-(-longest // 16) + 1) * 16
+    return max(config.batch * (-(-longest // 16) + 1) * 16, TIMING_CONTEXT + max(config.draft_lengths) + 16)
 
 
 def _write_texts(job: _Job, kv_tokens: int) -> None:
     missing = {key: ids for key, ids in job.prompts.items() if not job.writer.has(Text, *key)}
     done, total = len(job.prompts) - len(missing), len(job.prompts)
-    texts = write_texts(
-        job.target, missing, job.sampling, job.eos_ids, job.config.batch, kv_tokens, job.clock
-    )
+    texts = write_texts(job.target, missing, job.sampling, job.eos_ids, job.config.batch, kv_tokens, job.clock)
     job.progress(done, total, "target writes")
     for text, hidden in texts:
         save_hidden(job.writer.folder, (text.workload, text.index), hidden)
@@ -145,7 +146,8 @@ def _time_target(job: _Job) -> None:
 def _timing_context(job: _Job, more: int) -> list[int]:
     """Real text to time steps on: prompts, one after the other."""
     tokens = [token for ids in job.prompts.values() for token in ids]
-    need = TIMING_CONTEXT + more
+    context = min(s.checkpoint.config.context_length for s in (job.target_source, job.draft_source))
+    need = min(TIMING_CONTEXT + more, context)
     return (tokens * (need // len(tokens) + 1))[:need]
 
 
@@ -172,9 +174,8 @@ def _judge(job: _Job, recipe: Recipe, draft: CachedModel) -> None:
     """Size, scores and costs of one draft."""
     name, decoder = recipe.name, draft.decoder
     if not job.writer.has(Size, name):
-        weights = decoder.packed_bytes
-        bits = 8 * weights / sum(n * k for n, k in decoder.config.linear_shapes().values())
-        job.writer.append(Size(name, weights, decoder.resident_bytes, bits))
+        bits = 8 * decoder.packed_bytes / _parameters(decoder.config)
+        job.writer.append(Size(name, decoder.packed_bytes, decoder.resident_bytes, bits))
     _score_texts(job, name, draft)
     _time_draft(job, name, draft)
 
@@ -196,9 +197,16 @@ def _score_texts(job: _Job, name: str, draft: CachedModel) -> None:
 
 def _time_draft(job: _Job, name: str, draft: CachedModel) -> None:
     k = max(job.config.draft_lengths)
-    context = _timing_context(job, 1)
+    context = _timing_context(job, k)[:-k]
     timings = time_draft(
-        ModelDrafter(draft, Fixed(k), ()), job.target, context, k, job.sampling, job.config.rule, job.config.timings, job.clock
+        ModelDrafter(draft, Fixed(k), ()),
+        job.target,
+        context,
+        k,
+        job.sampling,
+        job.config.rule,
+        job.config.timings,
+        job.clock,
     )
     for r, (token_seconds, other_seconds) in enumerate(timings):
         if not job.writer.has(CostSample, "draft", name, 1, r):
@@ -258,13 +266,19 @@ def choose(known: Figures, count: int) -> list[Candidate]:
 
 
 def _describe(
-    config: MeasureConfig, prompts: Sequence[Prompt], target: Source, draft: Source, command: str
+    config: MeasureConfig,
+    recipes: Mapping[str, Recipe],
+    prompts: Sequence[Prompt],
+    target: Source,
+    draft: Source,
+    command: str,
 ) -> Run:
     s = config.sampling
     return Run(
         target=_stored(target),
         draft=_stored(draft),
-        formats=config.formats,
+        target_format=Recipe.parse(config.target_format).name,
+        formats=tuple(recipes),
         workloads=tuple(dict.fromkeys(p.workload for p in prompts)),
         prompts=config.prompts,
         k_values=config.draft_lengths,
@@ -288,6 +302,11 @@ def _describe(
 
 
 def _stored(source: Source) -> StoredModel:
-    config = source.checkpoint.config
-    parameters = sum(n * k for n, k in config.linear_shapes().values())
-    return StoredModel(source.name, source.checkpoint.stored_as, source.checkpoint.stored_bits, parameters)
+    checkpoint = source.checkpoint
+    return StoredModel(source.name, checkpoint.stored_as, checkpoint.stored_bits, _parameters(checkpoint.config))
+
+
+def _parameters(config: ModelConfig) -> int:
+    """Weights of all matrices, an embedding that is not tied to the head counted too."""
+    linear = sum(n * k for n, k in config.linear_shapes().values())
+    return linear + (0 if config.tied_head else config.vocab_size * config.hidden_size)

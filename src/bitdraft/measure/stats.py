@@ -99,36 +99,42 @@ def percentiles(values: Sequence[Sequence[float]], shares: Sequence[float], weig
     """For each share, the value that this share of all tokens do not exceed; `values` holds one list a prompt."""
     flat = np.concatenate([np.asarray(v, dtype=np.float64) for v in values])
     owner = np.repeat(np.arange(len(values)), [len(v) for v in values])
-    order = np.argsort(flat, kind="stable")
-    flat, owner = flat[order], owner[order]
-
-    def at(weight_of_prompt: Floats) -> Floats:
-        mass = np.cumsum(weight_of_prompt[owner])
-        if not flat.size or not mass[-1] > 0:
-            return np.full(len(shares), np.nan)
-        return flat[np.searchsorted(mass, np.asarray(shares) * mass[-1])]
-
-    whole, resampled = at(np.ones(len(values))), np.array([at(row) for row in weights])
-    return [Estimate(float(value), column) for value, column in zip(whole, resampled.T, strict=True)]
+    return [_estimate(rows) for rows in _order_statistics(flat, owner, weights, [(share, share) for share in shares])]
 
 
 def median(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Estimate:
-    """The median of values, each of which belongs to the prompt `owner`; the mean of the middle two if they are even.
+    """The median of values, each of which belongs to a prompt; the mean of the middle two if they are even.
 
     Args:
         values: [M]. owner: [M], indices of prompts. weights: [B, P] of `resample`.
     """
+    return _estimate(_order_statistics(values, owner, weights, [(0.5, 0.5 + 1e-9)])[0])
+
+
+def _estimate(rows: Floats) -> Estimate:
+    return Estimate(float(rows[0]), rows[1:])
+
+
+def _order_statistics(
+    values: Floats, owner: NDArray[np.int64], weights: Floats, shares: Sequence[tuple[float, float]]
+) -> list[Floats]:
+    """For each pair of shares, the mean of the two weighted order statistics: [1 + B], the unweighted one first.
+
+    Resamples are handled a few at a time, so that memory stays bounded however long the texts are.
+    """
     order = np.argsort(values, kind="stable")
-    values, owner = values[order], owner[order]
-
-    def at(weight_of_prompt: Floats) -> float:
-        mass = np.cumsum(weight_of_prompt[owner])
-        if not values.size or not mass[-1] > 0:
-            return float("nan")
-        middle = np.searchsorted(mass, mass[-1] / 2), np.searchsorted(mass, mass[-1] / 2, side="right")
-        return float(np.mean(values[list(middle)]))
-
-    return Estimate(at(np.ones(weights.shape[1])), np.array([at(row) for row in weights]))
+    values, owner = np.append(values[order], np.nan), owner[order]  # NaN answers for resamples without any value
+    every = np.vstack([np.ones(weights.shape[1]), weights])
+    found = [np.empty(len(every)) for _ in shares]
+    step = max(1, 1_000_000 // max(len(owner), 1))
+    for at in range(0, len(every), step):
+        mass = np.cumsum(every[at : at + step, owner], axis=1)
+        total = mass[:, -1:] if len(owner) else np.zeros((len(mass), 1))
+        for rows, (low, high) in zip(found, shares, strict=True):
+            first, last = ((mass < share * total).sum(axis=1) for share in (low, high))
+            known = total[:, 0] > 0
+            rows[at : at + step] = np.where(known, (values[first] + values[last]) / 2, np.nan)
+    return found
 
 
 def distinct_bigram_ratio(ids: Sequence[int]) -> float:

@@ -24,7 +24,9 @@ Key = tuple[str, int]
 """Workload and index of a prompt."""
 
 
-def tokenise(prompts: Sequence[Prompt], tokenizer: Tokenizer, room: int, context_length: int) -> dict[Key, tuple[int, ...]]:
+def tokenise(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, room: int, context_length: int
+) -> dict[Key, tuple[int, ...]]:
     """Token ids of every prompt by workload and index: chats through the model's template, texts as they stand.
 
     Raises:
@@ -33,7 +35,9 @@ def tokenise(prompts: Sequence[Prompt], tokenizer: Tokenizer, room: int, context
     ids = {}
     for prompt in prompts:
         key = (prompt.workload, prompt.index)
-        tokens = tokenizer.encode(prompt.text) if prompt.text is not None else tokenizer.chat(list(prompt.messages or ()))
+        tokens = (
+            tokenizer.encode(prompt.text) if prompt.text is not None else tokenizer.chat(list(prompt.messages or ()))
+        )
         if not 0 < len(tokens) <= context_length - room:
             raise UsageError(
                 f"prompt {prompt.index} of workload {prompt.workload!r} has {len(tokens)} tokens. Expected 1 to "
@@ -128,8 +132,8 @@ def load_hidden(folder: Path, key: Key) -> Tensor:
         return torch.from_numpy(np.load(path))
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(
-            f"{path}: the target's hidden rows of {key[0]} prompt {key[1]} cannot be read ({error}). Measure again in a "
-            "new folder."
+            f"{path}: the target's hidden rows of {key[0]} prompt {key[1]} cannot be read ({error}). Measure again in "
+            "a new folder."
         ) from None
 
 

@@ -93,7 +93,7 @@ class Run:
     """What was asked, and where.
 
     Attributes:
-        target, draft: the pair.
+        target, draft: the pair. target_format: what the target was run in.
         formats: draft formats, in the order asked for. workloads: likewise. prompts: per workload.
         k_values: draft lengths to consider, ascending.
         sampling: how logits become tokens.
@@ -105,6 +105,7 @@ class Run:
 
     target: StoredModel
     draft: StoredModel
+    target_format: str
     formats: tuple[str, ...]
     workloads: tuple[str, ...]
     prompts: int
@@ -252,9 +253,8 @@ class Confirmation:
     margin: float | None = None
 
     def __post_init__(self) -> None:
-        _check(
-            "k", (self.k == 0) == (self.format is None), (self.format, self.k), "k 0 and no format, or k >= 1 and one"
-        )
+        paired = self.k > 0 if self.format else self.k == 0
+        _check("format and k", paired, (self.format, self.k), "a format and k >= 1, or none and k 0")
         _check("seconds", 0 < self.seconds < math.inf, self.seconds, "a positive number")
         _check("tokens", 0 < self.steps <= self.tokens, (self.steps, self.tokens), "1 <= steps <= tokens")
         counts = (self.proposed, self.tested, self.accepted)

@@ -1,0 +1,1 @@
+"""Models: files, tokenizers, one decoder and its paged cache."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..errors import NumericsError, UsageError
 from ..ops import Ragged
 from ..types import Feed
-from .decoder import Decoder
+from .decoder import Decoder, Observer
 from .kv import BLOCK_SIZE, BlockPool, BlockTable
 
 
@@ -60,8 +60,10 @@ class CachedModel:
         """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`."""
         return self.logits(self.hidden(feeds))
 
-    def hidden(self, feeds: Sequence[Feed]) -> Tensor:
+    def hidden(self, feeds: Sequence[Feed], observe: Observer | None = None) -> Tensor:
         """Append tokens and return the residual rows before the final norm of the wanted rows, [R, D] float32.
+
+        `observe` sees what every linear layer reads, see `Decoder.hidden`.
 
         Raises:
             UsageError: if a request would grow past the context.
@@ -69,15 +71,18 @@ class CachedModel:
         """
         tables = [self._tables.setdefault(feed.request, BlockTable(self.pool)) for feed in feeds]
         for feed, table in zip(feeds, tables, strict=True):
-            assert feed.start == table.length, f"request {feed.request}: cache holds {table.length}, fed at {feed.start}"
+            assert feed.start == table.length, (
+                f"request {feed.request}: cache holds {table.length}, fed at {feed.start}"
+            )
             if table.length + len(feed.tokens) > self.context_length:
                 raise UsageError(
                     f"request {feed.request} would hold {table.length + len(feed.tokens)} tokens, the context is "
                     f"{self.context_length}. Shorten the prompt or lower max_tokens."
                 )
         slots = self._append(feeds, tables)
-        x_RD = self.decoder.hidden(_ragged(feeds, tables, slots), self.pool.layers)
-        wanted, row = [], 0
+        x_RD = self.decoder.hidden(_ragged(feeds, tables, slots), self.pool.layers, observe)
+        wanted: list[int] = []
+        row = 0
         for feed in feeds:
             wanted += range(row + feed.logits_from, row + len(feed.tokens))
             row += len(feed.tokens)
@@ -95,8 +100,8 @@ class CachedModel:
         if bool(usable.isnan().any()):
             row = int(usable.isnan().any(-1).nonzero()[0])
             raise NumericsError(
-                f"the model's logits are NaN in row {row} of {len(x_RD)}. Expected numbers. The weights or their scales "
-                "are broken, or a format is too narrow for this model: try it in bf16."
+                f"the model's logits are NaN in row {row} of {len(x_RD)}. Expected numbers. The weights or their "
+                "scales are broken, or a format is too narrow for this model: try it in bf16."
             )
         return functional.pad(usable, (0, self.vocab_size - self._usable), value=-torch.inf)
 

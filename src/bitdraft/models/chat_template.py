@@ -44,8 +44,9 @@ class ChatTemplate:
             ModelFileError: the template is no valid jinja2.
             UsageError: the template refuses these messages, or cannot work with them.
         """
+        template = self._compiled
         try:
-            return self._compiled.render(messages=list(messages), **variables)
+            return template.render(messages=list(messages), **variables)
         except jinja2.TemplateError as error:
             reason = error.message or type(error).__name__
         except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError) as error:

@@ -206,6 +206,11 @@ def _folder_config(folder: Path) -> ModelConfig:
             f"{folder}: a checkpoint that is already quantised ({method}). bitdraft reads F32, F16 and BF16 "
             "safetensors and quantises them itself: choose the original model, or a .gguf file."
         )
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelFileError(
+            f"{path}: an activation called {raw['hidden_act']!r}. bitdraft decodes models whose MLP is gated by SiLU: "
+            "choose another model."
+        )
     try:
         return ModelConfig.from_hf(raw, str(path))
     except ModelFileError:

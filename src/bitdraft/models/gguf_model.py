@@ -134,8 +134,9 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             f"{file.path}: the metadata call for {heads} heads of {head_dim} channels, but 'blk.0.attn_q.weight' has "
             f"{query_rows} rows. The file is damaged: fetch it again."
         )
+    _check_heads(file, arch, head_dim)
     bos_id, eos_ids = gguf_special_ids(file)
-    config = ModelConfig(
+    return ModelConfig(
         family=arch,
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -155,27 +156,19 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         bos_id=bos_id,
         eos_ids=eos_ids,
     )
-    _check_sizes(file, arch, config)
-    return config
 
 
-def _check_sizes(file: GGUFFile, arch: str, config: ModelConfig) -> None:
-    """Refuse sizes that agree with the tensor shapes and yet make no model that the decoder can run."""
-    rotated = file.number(f"{arch}.rope.dimension_count", int, config.head_dim)
-    value_dim = file.number(f"{arch}.attention.value_length", int, config.head_dim)
+def _check_heads(file: GGUFFile, arch: str, head_dim: int) -> None:
+    """Refuse heads that are rotated in part, and values of another size than keys."""
+    rotated = file.number(f"{arch}.rope.dimension_count", int, head_dim)
+    value_dim = file.number(f"{arch}.attention.value_length", int, head_dim)
     for ok, given in (
-        (config.num_heads % config.num_kv_heads == 0, f"{config.num_heads} heads over {config.num_kv_heads} KV heads"),
-        (config.head_dim % 2 == 0, f"heads of {config.head_dim} channels, an odd number"),
-        (rotated == config.head_dim, f"rotary positions on {rotated} of {config.head_dim} channels"),
-        (value_dim == config.head_dim, f"values of {value_dim} channels beside keys of {config.head_dim}"),
-        (math.isfinite(config.norm_eps) and config.norm_eps > 0, f"a norm epsilon of {config.norm_eps}"),
-        (math.isfinite(config.rope_theta) and config.rope_theta > 0, f"a rotary base of {config.rope_theta}"),
-        ((config.sliding_window or 1) > 0, f"a sliding window of {config.sliding_window}"),
+        (rotated == head_dim, f"rotary positions on {rotated} of {head_dim} channels"),
+        (value_dim == head_dim, f"values of {value_dim} channels beside keys of {head_dim}"),
     ):
         if not ok:
             raise ModelFileError(
-                f"{file.path}: the metadata call for {given}. The file is damaged or of a kind that bitdraft does not "
-                "decode: fetch it again or choose another model."
+                f"{file.path}: the metadata call for {given}, which bitdraft does not decode. Choose another model."
             )
 
 

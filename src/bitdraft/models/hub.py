@@ -56,7 +56,7 @@ def resolve(
     if name_or_path in KNOWN_MODELS:
         return pull(name_or_path, cache=cache, progress=progress, fetch=fetch)
     path = Path(name_or_path).expanduser()
-    if path.exists():
+    if name_or_path and path.exists():
         return path
     hub_id = re.fullmatch(r"([\w-][\w.-]*/[\w-][\w.-]*)(?::(.+\.gguf))?", name_or_path)
     if hub_id and (hub_id[2] or not name_or_path.endswith(".gguf")):
@@ -146,9 +146,10 @@ def _fetched(model: KnownModel, source: Source, folder: Path, fetch: Fetch, prog
 def _bytes_under(folder: Path) -> int:
     """Bytes of all files in a folder and below. Files may come and go meanwhile."""
     total = 0
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += file.stat().st_size if file.is_file() else 0
+    for place, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(place, file))
     return total
 
 

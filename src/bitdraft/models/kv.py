@@ -26,10 +26,18 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = BLOCK_SIZE
+        self,
+        num_layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         shape = (num_blocks, block_size, kv_heads, head_dim)
-        self.layers = [KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)]
+        self.layers = [
+            KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)
+        ]
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = list(range(num_blocks))[::-1]
         self._users = [0] * num_blocks

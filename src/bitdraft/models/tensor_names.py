@@ -1,5 +1,6 @@
 """Which tensors a decoder is made of, by Hugging Face's names and by GGUF's, and their shapes."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 
@@ -56,6 +57,41 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_sizes(origin: str, config: ModelConfig) -> None:
+    """Refuse sizes that are no sizes, or that make no model that the decoder can run.
+
+    Args:
+        origin: the file or folder, for errors.
+        config: what the file says of itself.
+
+    Raises:
+        ModelFileError: a size that is no positive integer, heads that do not divide, or a number that is not finite.
+    """
+    sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_size")
+    faults = [
+        f"{name} = {getattr(config, name)!r}, where a positive integer is expected"
+        for name in (*sizes, "context_length", "sliding_window")
+        if not _is_count(getattr(config, name)) and not (name == "sliding_window" and config.sliding_window is None)
+    ]
+    for name in ("norm_eps", "rope_theta"):
+        value = getattr(config, name)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            faults.append(f"{name} = {value!r}, where a positive number is expected")
+    if not faults and config.num_heads % config.num_kv_heads:
+        faults.append(f"{config.num_heads} heads over {config.num_kv_heads} KV heads, which do not divide them")
+    if not faults and config.head_dim % 2:
+        faults.append(f"heads of {config.head_dim} channels, which rotary positions cannot pair")
+    if faults:
+        raise ModelFileError(
+            f"{origin}: the model's own settings call for {faults[0]}. The file is damaged or of a kind that bitdraft "
+            "does not decode: fetch it again or choose another model."
+        )
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
 def check_tensors(
     origin: str, config: ModelConfig, found: Mapping[str, tuple[int, ...]], harmless: Iterable[str] = ()
 ) -> None:
@@ -68,8 +104,9 @@ def check_tensors(
         harmless: tensors that may be there and are not needed.
 
     Raises:
-        ModelFileError: a tensor is missing, has another shape, or is unknown.
+        ModelFileError: the sizes make no model, or a tensor is missing, has another shape, or is unknown.
     """
+    check_sizes(origin, config)
     if config.num_layers > len(found):  # before a list of names is made for a million layers
         raise ModelFileError(
             f"{origin}: {config.num_layers} layers are announced, but there are {len(found)} tensors in all. The file "

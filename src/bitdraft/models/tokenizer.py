@@ -158,9 +158,10 @@ def check_pair(target: Tokenizer, draft: Tokenizer) -> int:
     differing = [i for i in range(shared) if not _same_or_padding(target.token_bytes(i), draft.token_bytes(i))]
     if differing or shared == 0:
         shown = "; ".join(f"{i} is {target.token_text(i)!r} and {draft.token_text(i)!r}" for i in differing[:8])
+        more = f"; and {len(differing) - 8} more" if len(differing) > 8 else ""
         raise PairError(
             f"{len(differing)} of {shared} token ids mean one thing to the target {target.origin} and another to the "
-            f"draft {draft.origin}: {shown}{'; ...' if len(differing) > 8 else ''}. Expected one vocabulary: choose a "
+            f"draft {draft.origin}: {shown}{more}. Expected one vocabulary: choose a "
             "draft of the target's own family, or a draft without a vocabulary, such as ngram."
         )
     return shared

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _version(operation: str) -> Callable[..., Any]:
-    return native.find(operation) or getattr(reference, operation)  # type: ignore[no-any-return]
+    return native.find(operation) or getattr(reference, operation)
 
 
 def _check(ok: bool, operation: str, given: str, expected: str) -> None:
@@ -80,10 +80,17 @@ def embed(ids_R: Tensor, table: Prepared) -> Tensor:
     Returns:
         [R, D] float32.
     """
-    _check(ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]")
+    _check(
+        ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]"
+    )
     if len(ids_R):
         low, high = int(ids_R.min()), int(ids_R.max())
-        _check(0 <= low and high < table.shape[0], "embed", f"ids from {low} to {high}", f"ids from 0 to {table.shape[0] - 1}")
+        _check(
+            low >= 0 and high < table.shape[0],
+            "embed",
+            f"ids from {low} to {high}",
+            f"ids from 0 to {table.shape[0] - 1}",
+        )
     return _version("embed")(ids_R, table)  # type: ignore[no-any-return]
 
 
@@ -118,14 +125,21 @@ def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
     N, K = weight.shape
     _check_rows("linear_add", "x", x_RK, K)
     _check_rows("linear_add", "residual", residual_RN, N)
-    _check(len(x_RK) == len(residual_RN), "linear_add", f"{len(x_RK)} rows of x, {len(residual_RN)} of residual", "as many")
+    _check(
+        len(x_RK) == len(residual_RN), "linear_add", f"{len(x_RK)} rows of x, {len(residual_RN)} of residual", "as many"
+    )
     return _version("linear_add")(x_RK, weight, residual_RN)  # type: ignore[no-any-return]
 
 
 def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) -> None:
     _check_rows(operation, "x", x_RD, gate_up.shape[1])
     _check_vector(operation, "norm", norm_D, gate_up.shape[1])
-    _check(gate_up.shape[0] % 2 == 0, operation, f"gate_up of {gate_up.shape[0]} outputs", "gate rows, then as many up rows")
+    _check(
+        gate_up.shape[0] % 2 == 0,
+        operation,
+        f"gate_up of {gate_up.shape[0]} outputs",
+        "gate rows, then as many up rows",
+    )
 
 
 def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
@@ -193,7 +207,12 @@ def rope_append(
     _check_rows("rope_append", "qkv", qkv_RN, qkv_RN.shape[1])
     _check_vector("rope_append", "q_norm", q_norm_C, C)
     _check_vector("rope_append", "k_norm", k_norm_C, C)
-    _check(len(qkv_RN) == len(batch.positions), "rope_append", f"{len(qkv_RN)} rows", f"{len(batch.positions)}, as the batch")
+    _check(
+        len(qkv_RN) == len(batch.positions),
+        "rope_append",
+        f"{len(qkv_RN)} rows",
+        f"{len(batch.positions)}, as the batch",
+    )
     if len(qkv_RN):
         last, slot = int(batch.positions.max()), int(batch.slots.max())
         _check(last < len(rotary.cos), "rope_append", f"position {last}", f"positions below {len(rotary.cos)}")

@@ -3,6 +3,8 @@
 Shape suffixes: N outputs, K inputs, G groups along K, R rows.
 """
 
+from math import gcd
+
 import torch
 from torch import Tensor
 
@@ -10,48 +12,92 @@ from ..errors import ShapeError
 from .packed import Activation, Packed
 
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""The 8-bit floats by the name that formats and activations use (Micikevicius et al., 2209.05433)."""
 
 
 def pack_bits(codes_NK: Tensor, bits: int) -> Tensor:
-    """Pack unsigned codes below 8 bits along K: a dense little-endian bit stream per row, [N, K * bits / 8] uint8."""
+    """Pack codes below 8 bits along K: a dense little-endian bit stream per row.
+
+    Args:
+        codes_NK: [N, K], integers or whole floats from 0 to 2^bits - 1.
+        bits: width of a code, 1 to 7.
+
+    Returns:
+        [N, K * bits / 8] uint8, the first code in the lowest bits of the first byte.
+
+    Raises:
+        ShapeError: a row does not fill whole bytes.
+    """
     N, K = codes_NK.shape
     if K * bits % 8:
-        raise ShapeError(f"pack_bits: {K} codes of {bits} bits a row. Expected whole bytes.")
-    stream = ((codes_NK.to(torch.uint8)[..., None] >> torch.arange(bits, dtype=torch.uint8)) & 1).view(N, -1, 8)
-    return (stream << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+        raise ShapeError(
+            f"pack_bits: {K} codes of {bits} bits a row. Expected a multiple of {8 // gcd(bits, 8)} codes."
+        )
+    run = 8 // gcd(bits, 8)  # the shortest run of codes that fills whole bytes
+    code = codes_NK.to(torch.uint8).reshape(N, K // run, run)
+    packed = torch.zeros(N, K // run, run * bits // 8, dtype=torch.uint8)
+    for i in range(run):
+        byte, shift = divmod(i * bits, 8)
+        packed[..., byte] |= code[..., i] << shift
+        if shift + bits > 8:
+            packed[..., byte + 1] |= code[..., i] >> (8 - shift)
+    return packed.view(N, K * bits // 8)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack_bits`: [N, K] uint8."""
-    N = packed.shape[0]
-    stream = ((packed[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1).view(N, -1, bits)
-    return (stream << torch.arange(bits, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    """The inverse of `pack_bits`: [N, K * bits / 8] uint8 -> [N, K] uint8.
+
+    Raises:
+        ShapeError: a row does not hold whole codes.
+    """
+    N, size = packed.shape
+    if size * 8 % bits:
+        raise ShapeError(f"unpack_bits: {size} bytes a row for codes of {bits} bits. Expected whole codes.")
+    run = 8 // gcd(bits, 8)
+    stream = packed.reshape(N, -1, run * bits // 8)
+    code = torch.empty(N, stream.shape[1], run, dtype=torch.uint8)
+    for i in range(run):
+        byte, shift = divmod(i * bits, 8)
+        code[..., i] = stream[..., byte] >> shift
+        if shift + bits > 8:
+            code[..., i] |= stream[..., byte + 1] << (8 - shift)
+    return code.bitwise_and_(2**bits - 1).view(N, size * 8 // bits)
 
 
 def dequantize(packed: Packed) -> Tensor:
     """The values that a packed weight stands for, [N, K] float32."""
     N, K = packed.shape
     if packed.scales is None:
-        return packed.codes.float()
-    if packed.codes.dtype == torch.uint8:
-        code = unpack_bits(packed.codes, packed.bits).float()
-        G = packed.scales.shape[1]
-        zero = packed.zeros.float()[..., None] if packed.zeros is not None else float(2 ** (packed.bits - 1))
-        return ((code.view(N, G, K // G) - zero) * packed.scales[..., None]).view(N, K)
+        return packed.codes.to(torch.float32)
+    code_NK = packed.codes
+    zero: Tensor | float = 0.0
+    if code_NK.dtype == torch.uint8:
+        code_NK = unpack_bits(code_NK, packed.bits)
+        zero = 2.0 ** (packed.bits - 1) if packed.zeros is None else packed.zeros.float()[..., None]
     G = packed.scales.shape[1]
-    return (packed.codes.float().view(N, G, K // G) * packed.scales[..., None]).view(N, K)
+    value_NGS = code_NK.to(torch.float32).view(N, G, K // G).sub_(zero).mul_(packed.scales[..., None])
+    return value_NGS.view(N, K)
 
 
 def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:
-    """Round rows as a format says; each row by itself."""
+    """Round rows as a format says; what becomes of a row depends on that row alone.
+
+    Args:
+        x_RK: [R, K] float32, finite.
+        activation: `f32` leaves them; `bf16` rounds to bfloat16; `int8` and the FP8 kinds divide each row by its
+            largest magnitude over the largest code (127; 448; 57344), round to the nearest code, ties to even, and
+            multiply again. A row of zeros stays one.
+
+    Returns:
+        [R, K] float32: the values that the rounded inputs stand for.
+    """
     if activation == "f32":
         return x_RK
     if activation == "bf16":
         return x_RK.bfloat16().float()
-    peak = x_RK.abs().amax(-1, keepdim=True)
-    if activation == "int8":
-        scale = torch.where(peak > 0, peak / 127, 1.0)
-        return (x_RK / scale).round().clamp(-127, 127) * scale
-    limit = torch.finfo(FLOAT8[activation]).max
-    scale = torch.where(peak > 0, peak / limit, 1.0)
-    return (x_RK / scale).clamp(-limit, limit).to(FLOAT8[activation]).float() * scale
+    limit = 127.0 if activation == "int8" else torch.finfo(FLOAT8[activation]).max
+    scale = x_RK.abs().amax(-1, keepdim=True) / limit
+    scale = torch.where(scale > 0, scale, 1.0)  # also where the quotient is too small for FP32
+    code = (x_RK / scale).clamp_(-limit, limit)
+    code = code.round() if activation == "int8" else code.to(FLOAT8[activation]).float()
+    return code * scale

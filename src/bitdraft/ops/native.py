@@ -1,7 +1,7 @@
 """The only place that knows whether an operation has a compiled version.
 
-`find` is the dispatch point: `ops/__init__.py` asks it for every operation and falls back to `reference.py`, which is the
-specification. A compiled library announces its operations by filling `KERNELS` when it is imported; while it holds
+`find` is the dispatch point: `ops/__init__.py` asks it for every operation and falls back to `reference.py`, which is
+the specification. A compiled library announces its operations by filling `KERNELS` when it is imported; while it holds
 nothing, every operation runs as plain PyTorch, and `why_none` says so to whoever prints figures.
 """
 

@@ -44,10 +44,10 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the weight takes on disk: codes, scales (2 bytes a group, 4 a channel) and zero points."""
+        """Bytes that the weight takes on disk: codes, scales (2 bytes a group, 4 an output) and zero points."""
         size = self.codes.numel() * self.codes.element_size()
         if self.scales is not None:
-            size += self.scales.numel() * (2 if self.scales.shape[1] > 1 else 4)
+            size += self.scales.numel() * (2 if self.bits < 8 else 4)
         if self.zeros is not None:
             size += self.zeros.numel()
         return size

@@ -23,7 +23,7 @@ def prepare(packed: Packed) -> Prepared:
 
 def _matmul(x_RK: Tensor, weight: Prepared) -> Tensor:
     x_RK = round_activations(x_RK, weight.activation)
-    if torch.backends.mkldnn.is_available():
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         # torch sends FP32 products to MKL, which is 2 to 4 times slower than oneDNN for 2 to 64 rows on processors
         # of the other make (docs/log.md, 2026-11-29). The result is the same FP32 product, summed in another order.
         return torch.ops.mkldnn._linear_pointwise(x_RK, weight.values, None, "none", [], "")  # type: ignore[no-any-return]
@@ -74,13 +74,19 @@ def _rotate(x_RHC: Tensor, cos_RC: Tensor, sin_RC: Tensor) -> Tensor:
 
 
 def rope_append(
-    qkv_RN: Tensor, batch: Ragged, rotary: Rotary, kv: KVLayer, q_norm_C: Tensor | None, k_norm_C: Tensor | None, eps: float
+    qkv_RN: Tensor,
+    batch: Ragged,
+    rotary: Rotary,
+    kv: KVLayer,
+    q_norm_C: Tensor | None,
+    k_norm_C: Tensor | None,
+    eps: float,
 ) -> Tensor:
     """Split q, k, v; normalise q and k per head where asked; rotate them in FP32; write k and v to the cache."""
     head_dim, kv_heads = kv.keys.shape[-1], kv.keys.shape[-2]
     heads = qkv_RN.shape[1] // head_dim
     x_RHC = qkv_RN.view(-1, heads, head_dim)
-    q, k, v = x_RHC.split((heads - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    q, k, v = torch.split(x_RHC, [heads - 2 * kv_heads, kv_heads, kv_heads], dim=1)
     if q_norm_C is not None and k_norm_C is not None:
         q, k = rms_norm(q, q_norm_C, eps), rms_norm(k, k_norm_C, eps)
     cos, sin = rotary.cos[batch.positions], rotary.sin[batch.positions]

@@ -1,6 +1,6 @@
 """Generate in the terminal, and show which tokens were drafted, corrected or free."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,19 +109,37 @@ def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress 
     return Generator(engine, source.tokenizer, records)
 
 
-def show(tokenizer: Tokenizer, emissions: Iterator[Emission], console: Console) -> list[tuple[int, Origin]]:
-    """Print tokens as they come, coloured by origin, and return them."""
-    stream = tokenizer.stream()
-    tokens: list[tuple[int, Origin]] = []
+Tokens = list[tuple[int, Origin]]
+"""Output tokens with where each came from."""
+
+
+def collect(emissions: Iterable[Emission]) -> tuple[str, Tokens]:
+    """The whole output: its text, cut before a stop string, and its tokens."""
+    text, tokens = "", Tokens()
     for emission in emissions:
-        for token, origin in zip(emission.tokens, emission.origins, strict=True):
-            tokens.append((token, origin))
-            console.print(Text(stream.push(token), style=COLOURS[origin]), end="", soft_wrap=True)
-    console.print(Text(stream.flush()))
-    return tokens
+        text += emission.text
+        tokens += zip(emission.tokens, emission.origins, strict=True)
+    return text, tokens
 
 
-def summary(records: Sequence[StepRecord], tokens: Sequence[tuple[int, Origin]], seconds: float) -> dict[str, Any]:
+def coloured(tokenizer: Tokenizer, emissions: Iterable[Emission], console: Console) -> Iterator[Emission]:
+    """Pass emissions on, printing their text with every token in the colour of its origin."""
+    stream = tokenizer.stream()
+    waiting: list[tuple[str, Origin]] = []
+    for emission in emissions:
+        waiting += [(stream.push(t), origin) for t, origin in zip(emission.tokens, emission.origins, strict=True)]
+        room = len(emission.text)
+        while room and waiting:
+            piece, origin = waiting.pop(0)
+            console.print(Text(piece[:room], style=COLOURS[origin]), end="", soft_wrap=True)
+            if len(piece) > room:
+                waiting.insert(0, (piece[room:], origin))
+            room -= min(room, len(piece))
+        yield emission
+    console.print()
+
+
+def summary(records: Sequence[StepRecord], tokens: Tokens, seconds: float) -> dict[str, Any]:
     """The figures of one generation, each by its full name.
 
     Returns:
@@ -144,12 +162,15 @@ def summary(records: Sequence[StepRecord], tokens: Sequence[tuple[int, Origin]],
     }
 
 
-def speed_line(figures: dict[str, Any]) -> str:
-    """The figures of `summary` in one sentence."""
+def print_summary(figures: dict[str, Any], console: Console) -> None:
+    """The figures of `summary` in two lines: a legend of the colours, and the speed."""
+    legend = "  ".join(f"[{COLOURS[origin]}]{origin}[/]: {n}" for origin, n in figures["origins"].items())
     line = f"{figures['tokens']} tokens in {figures['steps']} steps, {figures['tokens_per_second'] or 0:.1f} tokens/s"
     if figures["accepted_per_drafted"] is None:
-        return line + ", without drafts"
-    return (
-        f"{line}; {figures['tokens_per_step']:.2f} tokens per step, accepted/drafted "
-        f"{figures['accepted_per_drafted']:.0%}, conditional acceptance {figures['conditional_acceptance']:.0%}"
-    )
+        line += ", without drafts"
+    else:
+        line += (
+            f"; {figures['tokens_per_step']:.2f} tokens per step, accepted/drafted "
+            f"{figures['accepted_per_drafted']:.0%}, conditional acceptance {figures['conditional_acceptance']:.0%}"
+        )
+    console.print(f"\n{legend}\n{line}", highlight=False)

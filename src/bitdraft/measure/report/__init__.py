@@ -2,7 +2,17 @@
 
 from .html import render_html
 from .markdown import render_markdown
+from .publish import publish
 from .summary import Summary, build_plan, summarize, to_json
 from .table import render_terminal
 
-__all__ = ["Summary", "build_plan", "render_html", "render_markdown", "render_terminal", "summarize", "to_json"]
+__all__ = [
+    "Summary",
+    "build_plan",
+    "publish",
+    "render_html",
+    "render_markdown",
+    "render_terminal",
+    "summarize",
+    "to_json",
+]

@@ -10,7 +10,7 @@ from ..figures import Cell
 from ..numbers import milliseconds, percent, times, with_span
 from ..predict import StepCost
 from ..stats import Interval
-from .summary import NO_DRAFT, Summary
+from .summary import NO_DRAFT, Row, Summary
 from .svg import Scale, chart, element, frame, line, mark, path, spread_out, text, ticks, tip
 
 WIDTH, HEIGHT = 520, 300
@@ -30,7 +30,7 @@ def acceptance_by_bits(summary: Summary) -> str | None:
     if not names:
         return None
     bits = {name: found.sizes[name].bits_per_weight for name in names}
-    width, height, bottom = 760, 340, 84
+    width, height, bottom = 760, 330, 84
     low_bits, high_bits = min(bits.values()) / 1.25, max(16.0, *bits.values()) * 1.12
     x = Scale(math.log2(low_bits), math.log2(high_bits), LEFT, width - RIGHT)
     cells = {(n, w): found.cells[n, w] for n in names for w in found.workloads}
@@ -42,7 +42,9 @@ def acceptance_by_bits(summary: Summary) -> str | None:
         for b in (2, 3, 4, 6, 8, 16)
         if low_bits <= b
     )
-    content += _bit_labels(summary, names, {n: x(math.log2(bits[n])) for n in names}, height - bottom)
+    apart = 5.0 * len(found.workloads) + 7
+    at = dict(zip(names, spread_out([x(math.log2(bits[n])) for n in names], apart, LEFT, width - RIGHT), strict=True))
+    content += _bit_labels(summary, names, at, height - bottom)
     ends = []
     for i, workload in enumerate(found.workloads):
         shift = (i - (len(found.workloads) - 1) / 2) * 5
@@ -52,10 +54,9 @@ def acceptance_by_bits(summary: Summary) -> str | None:
         for name in names:
             figure = cells[name, workload].agreement.conditional_acceptance.interval()
             words = f"{name} on {workload}: {with_span(figure, percent)} at {bits[name]:.2f} bits a weight"
-            content += _dot(summary, name, x(math.log2(bits[name])) + shift, y, figure, words)
-    placed = spread_out(ends, 15, TOP, height - bottom)
-    for workload, at in zip(found.workloads, placed, strict=True):
-        content += text(x.end + 8, at + 4, workload, "label")
+            content += _dot(summary, name, at[name] + shift, y, figure, words)
+    for workload, end in zip(found.workloads, spread_out(ends, 15, TOP, height - bottom), strict=True):
+        content += text(x.end + 8, end + 4, workload, "label")
     described = "; ".join(
         f"{n} on {w} {percent(c.agreement.conditional_acceptance.value)} at {bits[n]:.1f} bits"
         for (n, w), c in cells.items()
@@ -89,7 +90,7 @@ def speedup_curves(summary: Summary, workload: str) -> str | None:
     x = _k_axis(summary)
     y = Scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP)
     content = frame(x, y, marks, lambda v: f"{v:g}×") + _k_ticks(summary, x, "draft length K")
-    content += line(x.start, y(1), x.end, y(1), "baseline") + text(x.start + 4, y(1) - 5, "no speculation", "tick")
+    content += line(x.start, y(1), x.end, y(1), "baseline")
     ends = []
     for cell in cells:
         points = [(p.k, p.speedup.interval()) for p in cell.curve if p.speedup]
@@ -97,19 +98,19 @@ def speedup_curves(summary: Summary, workload: str) -> str | None:
         lines += path([(x(k), y(f.value)) for k, f in points], "curve")
         for k, f in points:
             words = f"{cell.format}, K = {k}: predicted {with_span(f, times)}"
-            best = mark(series(summary, cell.format), x(k), y(f.value), 4.2) if k == cell.k else ""
-            lines += tip(words, element("circle", cx=x(k), cy=y(f.value), r=7, class_="hit") + best)
+            top = mark(series(summary, cell.format), x(k), y(f.value), 4.2) if k == cell.k else ""
+            lines += tip(words, element("circle", cx=x(k), cy=y(f.value), r=7, class_="hit") + top)
         content += element("g", lines, class_=f"s{series(summary, cell.format) % 8}")
         ends.append((cell.format, y(points[-1][1].value)))
+    ran = [cell.format for cell in cells if cell.confirmed]
     for cell in cells:
         for run in cell.confirmed:
             figure = run.speedup.interval()
             words = f"{cell.format}, K = {run.k}: confirmed {with_span(figure, times)}, {run.pairs} pairs"
-            content += _dot(summary, cell.format, x(run.k) + 5, y, figure, words, "open")
-    best = max(cells, key=lambda c: c.best.speedup.value if c.best.speedup else 0.0)
-    described = f"Best predicted: {best.format} at K = {best.k}, " + (
-        with_span(best.best.speedup.interval(), times) if best.best.speedup else "unknown"
-    )
+            shift = 9.0 * (ran.index(cell.format) - (len(ran) - 1) / 2)
+            content += _dot(summary, cell.format, x(run.k) + shift, y, figure, words, "open")
+    content += text(x.end - 4, y(1) - 5, "no speculation", "tick over", "end")
+    described = "; ".join(f"{cell.format} {times(_speedup(cell))} at K = {cell.k}" for cell in cells)
     content += _end_labels(summary, x.end + 8, ends)
     return chart(f"speedup-{_id(workload)}", WIDTH, HEIGHT, f"Speedup by draft length, {workload}", described, content)
 
@@ -161,6 +162,7 @@ def time_bars(summary: Summary, workload: str) -> str | None:
         if tick <= longest
     )
     content += text(left, height - 2, "ms an output token", "axis")
+    content += line(x(plain), TOP - 6, x(plain), height - 34, "baseline")
     for i, (name, parts, speedup) in enumerate(rows):
         at, top = 0.0, TOP + pitch * i
         content += text(left - 10, top + 15, name, "label", "end")
@@ -171,30 +173,29 @@ def time_bars(summary: Summary, workload: str) -> str | None:
             wide = x(at + share) - x(at) > 34
             content += tip(f"{name}: {word} {milliseconds(share)} an output token", bar + (inside if wide else ""))
             at += share
-        content += text(x(at) + 8, top + 15, f"{milliseconds(at)}  {speedup}", "label")
-    content += line(x(plain), TOP - 6, x(plain), height - 34, "baseline")
+        content += text(x(at) + 8, top + 15, f"{milliseconds(at)} · {speedup}", "label")
     described = "; ".join(f"{name}: {milliseconds(sum(parts.values()))}, {speedup}" for name, parts, speedup in rows)
     return chart(
         f"time-{_id(workload)}", WIDTH, height, f"Where the time of a token goes, {workload}", described, content
     )
 
 
-def forest(summary: Summary, name: str, predicted: Interval | None, confirmed: Interval | None, high: float) -> str:
+def forest(summary: Summary, row: Row) -> str:
     """A row's speedup as a small picture for the matrix: predicted filled, confirmed open, a rule at 1."""
-    x = Scale(min(0.8, high - 0.1), high, 6, 154)
-    content = line(x(1), 0, x(1), 34, "baseline")
-    lines = ""
-    for at, figure, kind in ((11, predicted, "mark"), (23, confirmed, "mark open")):
+    every = [f for other in summary.rows for f in (other.predicted, other.confirmed) if f]
+    x = Scale(min([0.9, *map(_low, every)]), max([1.1, *map(_high, every)]), 6, 154)
+    lines, words = "", []
+    for at, figure, word, kind in (
+        (11, row.predicted, "predicted", "mark"),
+        (23, row.confirmed, "confirmed", "mark open"),
+    ):
         if figure:
             lines += line(x(_low(figure)), at, x(_high(figure)), at, "whisker")
-            lines += mark(series(summary, name), x(figure.value), at, 3.6, kind)
-    words = ", ".join(
-        f"{word} {with_span(figure, times)}"
-        for word, figure in (("predicted", predicted), ("confirmed", confirmed))
-        if figure
-    )
-    content += tip(f"{name}: {words}", lines, f"s{series(summary, name) % 8}")
-    return chart(f"forest-{_id(name)}", 160, 34, f"Speedup of {name}", words, content)
+            lines += mark(series(summary, row.name), x(figure.value), at, 3.6, kind)
+            words.append(f"{word} {with_span(figure, times)}")
+    group = tip(f"{row.name}: {', '.join(words)}", lines, f"s{series(summary, row.name) % 8}")
+    content = line(x(1), 0, x(1), 34, "baseline") + group
+    return chart(f"forest-{_id(row.name)}", 160, 34, f"Speedup of {row.name}", ", ".join(words), content)
 
 
 def key_mark(summary: Summary, name: str) -> str:

@@ -8,13 +8,14 @@ from html import escape
 from importlib.resources import files
 
 from ..figures import Cell, Confirmed
-from ..numbers import UNKNOWN, count, milliseconds, nats, percent, size, span, times
+from ..numbers import UNKNOWN, count, milliseconds, nats, percent, size, small_span, times
 from ..predict import loss
 from ..stats import Estimate, Interval
 from . import charts
 from .summary import NO_DRAFT, Row, Summary, lengths
 
 Write = Callable[[float], str]
+MOST_ACCEPTANCE_COLUMNS = 3
 
 
 def render_html(summary: Summary) -> str:
@@ -49,23 +50,25 @@ def _header(summary: Summary) -> str:
     tiles = []
     if advice.speedup:
         how = "end to end" if advice.evidence == "confirmed" else "predicted"
-        tiles.append(_tile("Speedup", times(advice.speedup.value), f"{span(advice.speedup, times, '–')} · {how}"))
+        tiles.append(_tile("Speedup", times(advice.speedup.value), f"{small_span(advice.speedup, times)} · {how}"))
     if best and best.mean_acceptance and best.tokens_per_step:
-        shown = span(best.mean_acceptance, percent, "–")
+        shown = small_span(best.mean_acceptance, percent)
         tiles.append(_tile("Conditional acceptance", percent(best.mean_acceptance.value), shown))
-        tiles.append(_tile("Tokens a step", count(best.tokens_per_step.value), span(best.tokens_per_step, count, "–")))
+        tiles.append(_tile("Tokens a step", count(best.tokens_per_step.value), small_span(best.tokens_per_step, count)))
     costs = summary.figures.costs
     if best and costs and best.name in costs.draft and 1 in costs.target:
         draft, plain = costs.draft[best.name].value, costs.target[1].value
-        tiles.append(_tile("Cost of a draft", count(draft / plain), f"{milliseconds(draft)} of {milliseconds(plain)}"))
+        tiles.append(
+            _tile("c = T_draft / T_target", count(draft / plain), f"{milliseconds(draft)} of {milliseconds(plain)}")
+        )
     if best and best.memory is not None:
         tiles.append(_tile("Draft in memory", size(best.memory), f"{best.bits:.2f} bits a weight"))
     first, *_ = advice.reasons or ("",)
     kind = advice.verdict.replace(" ", "-")
     return (
         f'<header class="{kind}">\n<p class="eyebrow">bitdraft measure <span>{escape(run.draft.name)} drafting for '
-        f'{escape(run.target.name)}</span></p>\n<h1>{escape(advice.headline)}</h1>\n<p class="lead">{escape(first)}</p>\n'
-        f'<dl class="tiles">{"".join(tiles)}</dl>\n</header>'
+        f"{escape(run.target.name)}</span></p>\n<h1>{_words(advice.headline)}</h1>\n"
+        f'<p class="lead">{_words(first)}</p>\n<dl class="tiles">{"".join(tiles)}</dl>\n</header>'
     )
 
 
@@ -76,44 +79,69 @@ def _tile(name: str, value: str, below: str) -> str:
 def _warnings(summary: Summary) -> str:
     if not summary.recommendation.warnings:
         return ""
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.recommendation.warnings)
-    return f'<section class="warnings" aria-label="What to distrust">\n<h2>What to distrust</h2>\n<ul>{items}</ul>\n</section>'
+    items = "".join(f"<li>{_words(sentence)}</li>" for sentence in summary.recommendation.warnings)
+    return f'<section class="warnings">\n<h2>What to distrust</h2>\n<ul>{items}</ul>\n</section>'
 
 
 def _matrix(summary: Summary) -> str:
-    workloads = summary.figures.workloads
-    confirmed = any(row.confirmed for row in summary.rows)
-    head = ["Draft", "Bits", "Memory", "ms a token", *(f"Acceptance, {w} %" for w in workloads), "K", "Tokens a step"]
-    head += ["Predicted", *(["Confirmed"] if confirmed else []), "Speedup"]
-    figures = [f for row in summary.rows for f in (row.predicted, row.confirmed) if f]
-    high = max([1.2, *(f.value if f.high is None else f.high for f in figures)])
-    rows = "".join(_matrix_row(summary, row, confirmed, high) for row in summary.rows)
+    workloads, confirmed = _acceptance_columns(summary), any(row.confirmed for row in summary.rows)
+    acceptance = [f"{w} acceptance %" for w in workloads] or ["Mean acceptance %"]
+    head = ["Draft", "Bits", "Memory", "ms a token", *acceptance, "K", "Tokens a step"]
+    head += ["Predicted", *(["Confirmed"] if confirmed else []), "Speedup, rule at 1×"]
+    rows = "".join(_matrix_row(summary, row, confirmed) for row in summary.rows)
+    columns = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
     return _section(
         "The decay matrix",
-        f'<table class="matrix"><thead><tr>{"".join(f"<th scope=col>{escape(h)}</th>" for h in head)}</tr></thead>'
-        f"<tbody>{rows}</tbody></table>",
+        f'<table class="matrix"><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>{_by_workload(summary)}',
         "Each draft format beside decoding without speculation; 95% intervals in small print."
         + (" In the last column, filled marks are predictions and open ones end-to-end runs." if confirmed else ""),
     )
 
 
-def _matrix_row(summary: Summary, row: Row, confirmed: bool, high: float) -> str:
-    plain = row.name == NO_DRAFT
+def _acceptance_columns(summary: Summary) -> tuple[str, ...]:
+    """The workloads, unless there are so many that the matrix would have to be scrolled."""
+    workloads = summary.figures.workloads
+    return workloads if len(workloads) <= MOST_ACCEPTANCE_COLUMNS else ()
+
+
+def _by_workload(summary: Summary) -> str:
+    """The best evidence for the speedup on each workload."""
+    found = summary.figures
+    if len(found.workloads) < 2:
+        return ""
+    rows = ""
+    for name in found.formats:
+        cells = [found.cells[name, workload] for workload in found.workloads]
+        shown = [_figure(_interval(cell.speedup), times, f"K {cell.k}, {_evidence(cell)}") for cell in cells]
+        rows += f"<tr><th scope=row>{charts.key_mark(summary, name)}{escape(name)}</th>{''.join(shown)}</tr>"
+    return f"<h3>Speedup by workload</h3>{_table(['Draft', *found.workloads], rows)}"
+
+
+def _evidence(cell: Cell) -> str:
+    return "confirmed" if cell.confirmation else "predicted"
+
+
+def _interval(estimate: Estimate | None) -> Interval | None:
+    return estimate.interval() if estimate else None
+
+
+def _matrix_row(summary: Summary, row: Row, confirmed: bool) -> str:
+    plain, workloads = row.name == NO_DRAFT, _acceptance_columns(summary)
     key = "" if plain else charts.key_mark(summary, row.name)
     badge = ' <span class="badge">recommended</span>' if row.best else ""
     cells = [
         _plain(None if row.bits is None else f"{row.bits:.2f}"),
         _plain(None if row.memory is None else size(row.memory)),
         _figure(row.draft_ms, lambda v: milliseconds(v).removesuffix(" ms")),
-        *(_figure(row.acceptance.get(w), _percent) for w in summary.figures.workloads),
+        *(_figure(row.acceptance.get(w), _percent) for w in workloads),
+        *([] if workloads else [_figure(row.mean_acceptance, _percent)]),
         _plain(lengths(row) or None),
         _figure(row.tokens_per_step, count),
         _figure(row.predicted, times),
     ]
     if confirmed:
         cells.append(_figure(row.confirmed, times))
-    known = not plain and (row.predicted or row.confirmed)
-    picture = charts.forest(summary, row.name, row.predicted, row.confirmed, high) if known else ""
+    picture = charts.forest(summary, row) if not plain and (row.predicted or row.confirmed) else ""
     chosen = ' class="best"' if row.best else ""
     name = f"{key}{escape(row.name)}{badge}"
     return f'<tr{chosen}><th scope=row>{name}</th>{"".join(cells)}<td class="forest">{picture}</td></tr>'
@@ -128,21 +156,23 @@ def _charts(summary: Summary) -> str:
         [
             _figures(
                 "Acceptance against bits",
-                "Each mark is one format on one workload, with its interval. Dashed lines: the widest draft.",
+                "Each mark is one format on one workload, with its interval. Dashed lines: where the "
+                "widest draft stands.",
                 [charts.acceptance_by_bits(summary)],
                 legend,
             ),
             _figures(
                 "Speedup by draft length",
-                "Lines are predictions, bands their intervals, a filled mark the best K. Open marks are end-to-end runs, "
-                "reading the prompt included.",
+                "Lines are predictions, bands their intervals, a filled mark the best K. Open marks are end-to-end "
+                "runs, reading the prompt included.",
                 [charts.speedup_curves(summary, w) for w in workloads],
                 legend,
                 workloads,
             ),
             _figures(
                 "Acceptance by position in the block",
-                "The chance that a drafted token is accepted, given that every earlier one of its block was.",
+                "The chance that a drafted token is accepted, given that every earlier one of its block was. Blocks "
+                "have the longest K; they start behind rejections, where text is hard, so position 1 is often lowest.",
                 [charts.hazard_curves(summary, w) for w in workloads],
                 legend,
                 workloads,
@@ -173,7 +203,7 @@ def _figures(
 
 
 def _reasons(summary: Summary) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.recommendation.reasons[1:])
+    items = "".join(f"<li>{_words(sentence)}</li>" for sentence in summary.recommendation.reasons[1:])
     rows = "".join(
         _what_if(cell) for workload in summary.figures.workloads if (cell := _shown_cell(summary, workload)) is not None
     )
@@ -207,13 +237,13 @@ def _confirmations(summary: Summary) -> str:
     )
     if not rows:
         return ""
-    head = ("Draft", "Workload", "K", "Whole request", "Decoding", "predicted", "Tokens a step", "predicted")
-    head += ("Accepted / drafted %", "Time: draft, verify, rest", "Outputs that differ")
+    head = ["Draft", "Workload", "K", "Whole request", "Decoding", "predicted", "Tokens a step", "predicted"]
+    head += ["Accepted / drafted %", "Time: draft, verify, rest", "Outputs that differ"]
     return _section(
         "Confirmed end to end",
         _table(head, rows),
-        "Run beside plain decoding. 'Decoding' leaves out each run's first step, which reads the prompt; its prediction is "
-        "for just these texts.",
+        "Run beside plain decoding. 'Decoding' leaves out each run's first step, which reads the prompt; its "
+        "prediction is for just these texts.",
     )
 
 
@@ -237,8 +267,8 @@ def _confirmation(summary: Summary, cell: Cell, run: Confirmed) -> str:
 
 
 def _distances(summary: Summary) -> str:
-    head = ("Draft", "Workload", "Conditional acceptance %", "of 16 bit %", "Accepted / drafted %", "K")
-    head += (
+    head = ["Draft", "Workload", "Conditional acceptance %", "of 16 bit %", "Accepted / drafted %", "K"]
+    head += [
         "KL(p‖q) nats",
         "median",
         "99th percentile",
@@ -246,7 +276,7 @@ def _distances(summary: Summary) -> str:
         "Total variation",
         "Same top token %",
         "Tokens",
-    )
+    ]
     rows = "".join(_distance(summary, cell) for cell in summary.figures.cells.values())
     return _section(
         "How near the draft is to the target",
@@ -272,7 +302,7 @@ def _distance(summary: Summary, cell: Cell) -> str:
     ]
 
     def cells(pairs: list[tuple[Estimate | None, Write]]) -> str:
-        return "".join(_figure(estimate.interval() if estimate else None, write) for estimate, write in pairs)
+        return "".join(_figure(_interval(estimate), write) for estimate, write in pairs)
 
     name = f"<th scope=row>{charts.key_mark(summary, cell.format)}{escape(cell.format)}</th>"
     tokens = _plain(f"{cell.tokens} in {cell.prompts} texts")
@@ -280,7 +310,7 @@ def _distance(summary: Summary, cell: Cell) -> str:
 
 
 def _notes(summary: Summary) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in summary.notes)
+    items = "".join(f"<li>{_words(note)}</li>" for note in summary.notes)
     return _section("What the figures mean", f'<ol class="notes">{items}</ol>')
 
 
@@ -317,6 +347,11 @@ def _percent(value: float) -> str:
     return percent(value).removesuffix("%")
 
 
+def _words(sentence: str) -> str:
+    """A sentence in which 'K = 4' stays on one line."""
+    return escape(sentence).replace("K = ", "K\u00a0=\u00a0")
+
+
 def _word(value: str) -> str:
     return f'<td class="word">{escape(value)}</td>'
 
@@ -325,9 +360,9 @@ def _plain(value: str | None) -> str:
     return f"<td>{escape(value or UNKNOWN)}</td>"
 
 
-def _figure(interval: Interval | None, write: Write) -> str:
-    """A table cell with a figure, and its bounds in small print."""
+def _figure(interval: Interval | None, write: Write, more: str = "") -> str:
+    """A table cell with a figure, and in small print its bounds and what more there is to say."""
     if interval is None:
         return _plain(None)
-    bounds = span(interval, lambda value: write(value).removesuffix("×"), "–")
-    return f"<td>{escape(write(interval.value))}{f'<small>{escape(bounds)}</small>' if bounds else ''}</td>"
+    small = "".join(f"<small>{escape(line)}</small>" for line in (small_span(interval, write), more) if line)
+    return f"<td>{escape(write(interval.value))}{small}</td>"

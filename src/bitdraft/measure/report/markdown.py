@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from ..numbers import UNKNOWN, count, milliseconds, percent, size, span, times
+from ..numbers import UNKNOWN, count, milliseconds, percent, size, small_span, times
 from ..stats import Interval
 from .summary import NO_DRAFT, Row, Summary, lengths
 
@@ -78,7 +78,7 @@ def _name(row: Row) -> str:
 def _figure(interval: Interval | None, write: Callable[[float], str]) -> str:
     if interval is None:
         return UNKNOWN
-    bounds = span(interval, lambda value: write(value).removesuffix("×").removesuffix("%"), "–")
+    bounds = small_span(interval, write)
     return f"{write(interval.value)} ({bounds})" if bounds else write(interval.value)
 
 

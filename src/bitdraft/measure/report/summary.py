@@ -134,25 +134,25 @@ def _notes(found: Figures) -> tuple[str, ...]:
         if value != off
     )
     notes = [
-        f"Acceptance is the conditional one: sum min(p, q) at temperature {sampling.temperature:g}{filters}, averaged over "
-        "every token of the target's own texts. Accepted/drafted is another, smaller figure.",
-        "Tokens per step count the target's own token. They and the predicted speedup follow each text exactly, under the "
-        "token rule; blocks that the end of a text cuts are left out.",
+        f"Acceptance is the conditional one: sum min(p, q) at temperature {sampling.temperature:g}{filters}, averaged "
+        "over every token of the target's own texts. Accepted/drafted is another, smaller figure.",
+        "Tokens per step count the target's own token. They and the predicted speedup follow each text exactly, under "
+        "the token rule; blocks that the end of a text cuts are left out.",
         "Figures over all workloads count equal numbers of tokens of each, every workload at its best K.",
-        "Intervals are 95% bootstrap intervals over prompts and over rounds of timing; formats are compared on the same "
-        "prompts.",
+        "Intervals are 95% bootstrap intervals over prompts and over rounds of timing; formats are compared on the "
+        "same prompts.",
     ]
     if _any_confirmed(found):
         rule = "token" if run.rule == "token" else "block"
         more = "" if rule == "token" else ", which accepts as much as the token rule or more"
         notes.append(
-            "Confirmed: whole requests, reading the prompt included, run beside plain decoding; the median of the pairs. "
-            f"They verify by the {rule} rule{more}."
+            "Confirmed: whole requests, reading the prompt included, run beside plain decoding; the median of the "
+            f"pairs. They verify by the {rule} rule{more}."
         )
         notes += _parity(found)
     notes += [
-        f"{model.name} is stored as {model.stored_as}, {count(model.stored_bits)} bits a weight. 'bf16' made from it is a "
-        "dequantised reference, not the model as it was trained."
+        f"{model.name} is stored as {model.stored_as}, {count(model.stored_bits)} bits a weight. 'bf16' made from it "
+        "is a dequantised reference, not the model as it was trained."
         for model in dict.fromkeys((run.target, run.draft))
         if model.dequantised
     ]
@@ -213,6 +213,7 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "speedup": _interval(best.speedup),
         "confirmed_speedup": _interval(cell.confirmation.speedup) if cell.confirmation else None,
         "break_even": _break_even_json(cell),
+        "hazards_k": len(cell.hazards),
         "hazards": [hazard.interval() for hazard in cell.hazards],
         "curve": [
             {

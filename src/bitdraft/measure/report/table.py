@@ -1,4 +1,4 @@
-"""The report in the terminal: as wide as the terminal allows, in colour where there is colour, never by colour alone."""
+"""The report in the terminal, as wide as that allows. Nothing is told by colour alone."""
 
 from collections.abc import Callable, Iterable
 
@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..numbers import UNKNOWN, count, milliseconds, percent, size, span, times
+from ..numbers import UNKNOWN, count, milliseconds, percent, size, small_span, times
 from ..stats import Interval
 from .summary import Row, Summary, lengths
 
@@ -41,7 +41,7 @@ def render_terminal(summary: Summary, console: Console) -> None:
     console.print()
     for columns in _tables(summary, show):
         table = _table(summary, columns, show)
-        fits = console.measure(table).maximum <= console.width
+        fits = console.measure(table, options=console.options.update(width=10_000)).maximum <= console.width
         console.print(table if fits else _as_list(summary, columns, show))
     if _some_only_predicted(summary):
         console.print(show("* predicted, not run from end to end", "dim"))
@@ -124,7 +124,7 @@ def _figure(interval: Interval | None, write: Callable[[float], str], show: Show
     """A figure and, on a second line, its interval."""
     if interval is None:
         return show(UNKNOWN, "")
-    bounds = span(interval, lambda value: write(value).removesuffix("*").removesuffix("×"), "–")
+    bounds = small_span(interval, lambda value: write(value).removesuffix("*"))
     parts = [show(before, "dim"), show(write(interval.value), "")]
     return Text.assemble(*parts, show(f"\n{bounds}", "dim")) if bounds else Text.assemble(*parts)
 

@@ -1,0 +1,162 @@
+"""What a number format is: how weights become codes, and how inputs are rounded before they meet them.
+
+A name says all of it: `w4a16-g64-asym` is 4-bit weights in groups of 64 with zero points, inputs in bfloat16. The
+width of the activations is part of the name because it is part of the model's law, not a matter of speed.
+
+Shape suffixes: N outputs, K inputs.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import FormatError
+from ..ops.encoding import dequantize
+from ..ops.packed import Activation, Packed
+from . import integer, minifloat
+
+GROUP_SIZES = (32, 64, 128)
+DEFAULT_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Format:
+    """One number format.
+
+    Attributes:
+        name: the canonical name.
+        kind: of the codes: plain floats, integers with scales, or one of the 8-bit floats with a scale per output.
+        bits: of a code.
+        activation: how inputs are rounded.
+        group_size: inputs that share a scale; None for one scale per output, or none at all.
+        symmetric: without zero points.
+        head: the format that the output head and the embedding are kept in. Below 8 bits they stay at 8: the head is
+            read once a step, but its error goes straight into the logits.
+    """
+
+    name: str
+    kind: Literal["float", "integer", "fp8_e4m3", "fp8_e5m2"]
+    bits: int
+    activation: Activation
+    group_size: int | None = None
+    symmetric: bool = True
+    head: str = ""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a weight, its share of its group's 16-bit scale and 8-bit zero point included.
+
+        A scale per output is 32 bits for a whole row of weights, and is not counted.
+        """
+        if self.group_size is None:
+            return float(self.bits)
+        return self.bits + (16 + (0 if self.symmetric else 8)) / self.group_size
+
+    def check(self, layer: str, shape: tuple[int, int]) -> None:
+        """See whether the format fits a layer.
+
+        Raises:
+            FormatError: the group size does not divide the layer's inputs.
+        """
+        if self.group_size is not None and shape[1] % self.group_size:
+            fitting = [g for g in GROUP_SIZES if shape[1] % g == 0]
+            remedy = f"use -g{max(fitting)}" if fitting else "keep this model in an 8-bit format"
+            raise FormatError(
+                f"{layer}: {shape[1]} inputs do not divide into groups of {self.group_size} ({self.name}). Expected a "
+                f"multiple of the group size; {remedy}."
+            )
+
+    def encode(self, weight_NK: Tensor, shrink: Tensor | float = 1.0) -> Packed:
+        """Round a weight to nearest.
+
+        Args:
+            weight_NK: [N, K] float32, finite.
+            shrink: the share of each group's range that is kept; what lies outside is clipped. A number, or [N, G];
+                other than 1 only for integers.
+
+        Raises:
+            FormatError: the group size does not divide K.
+        """
+        assert self.kind == "integer" or shrink == 1.0
+        shape = (weight_NK.shape[0], weight_NK.shape[1])
+        self.check("a weight", shape)
+        scales: Tensor | None = None
+        zeros: Tensor | None = None
+        if self.kind == "float":
+            codes = weight_NK.to(torch.bfloat16 if self.bits == 16 else torch.float32)
+        elif self.kind == "integer":
+            codes, scales, zeros = integer.encode(weight_NK, self.bits, self.group_size, self.symmetric, shrink)
+        else:
+            codes, scales = minifloat.encode(weight_NK, self.kind)
+        return Packed(self.name, shape, self.bits, self.activation, codes, scales, zeros)
+
+    def decode(self, packed: Packed) -> Tensor:
+        """The values that a packed weight stands for, [N, K] float32."""
+        return dequantize(packed)
+
+    def round(self, weight_NK: Tensor, shrink: Tensor | float = 1.0) -> Tensor:
+        """`decode(encode(weight, shrink))`, to the bit, without packing: for searches that round the same weight often.
+
+        Raises:
+            FormatError: the group size does not divide K.
+        """
+        if self.kind != "integer":
+            return self.decode(self.encode(weight_NK, shrink))
+        self.check("a weight", (weight_NK.shape[0], weight_NK.shape[1]))
+        return integer.round_to_nearest(weight_NK, self.bits, self.group_size, self.symmetric, shrink)
+
+
+def _integers() -> dict[str, Format]:
+    widths: dict[str, Activation] = {"16": "bf16", "8": "int8"}
+    return {
+        f"w{bits}a{width}": Format(
+            f"w{bits}a{width}", "integer", bits, activation, None if bits == 8 else DEFAULT_GROUP, head=f"w8a{width}"
+        )
+        for bits in (8, 6, 4, 3, 2)
+        for width, activation in widths.items()
+    }
+
+
+FORMATS: dict[str, Format] = {
+    "f32": Format("f32", "float", 32, "f32", head="f32"),
+    "bf16": Format("bf16", "float", 16, "bf16", head="bf16"),
+    "fp8_e4m3": Format("fp8_e4m3", "fp8_e4m3", 8, "fp8_e4m3", head="fp8_e4m3"),
+    "fp8_e5m2": Format("fp8_e5m2", "fp8_e5m2", 8, "fp8_e5m2", head="fp8_e5m2"),
+    "fp8_e4m3-w": Format("fp8_e4m3-w", "fp8_e4m3", 8, "bf16", head="fp8_e4m3-w"),
+    **_integers(),
+}
+"""The formats by name. Integer ones below 8 bits also take a group size and zero points: `w4a16-g64-asym`."""
+
+ALIASES = {"fp8": "fp8_e4m3"}
+
+
+def get_format(name: str) -> Format:
+    """A format by name: a key of `FORMATS`, an alias, or an integer format with -g32, -g64, -g128 and -asym.
+
+    Raises:
+        FormatError: there is no such format.
+    """
+    base = ALIASES.get(name, name)
+    if base in FORMATS:
+        return FORMATS[base]
+    base, *options = name.split("-")
+    found = FORMATS.get(base)
+    if found is None or found.group_size is None:
+        raise _unknown(name)
+    groups = [int(option[1:]) for option in options if option in {f"g{g}" for g in GROUP_SIZES}]
+    asymmetric = options.count("asym")
+    if len(groups) > 1 or asymmetric > 1 or len(groups) + asymmetric < len(options):
+        raise _unknown(name)
+    found = replace(found, group_size=groups[0] if groups else DEFAULT_GROUP, symmetric=not asymmetric)
+    group = "" if found.group_size == DEFAULT_GROUP else f"-g{found.group_size}"
+    return replace(found, name=base + group + ("" if found.symmetric else "-asym"))
+
+
+def _unknown(name: str) -> FormatError:
+    return FormatError(
+        f"there is no format {name!r}. Expected one of {', '.join(FORMATS)}, fp8 for fp8_e4m3; integer formats below 8 "
+        "bits take -g32, -g64 or -g128 and -asym, as in w4a16-g64-asym. The method comes last: -awq, or -rtn for "
+        "rounding to nearest."
+    )

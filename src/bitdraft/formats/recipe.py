@@ -1,0 +1,44 @@
+"""A format together with the method that rounds to it: `w4a16-awq`."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import FormatError
+from .base import Format, get_format
+
+Method = Literal["nearest", "awq"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to bring a model into a format.
+
+    Attributes:
+        name: the canonical name: the format's, and -awq.
+        format: the format.
+        method: rounding to nearest, or AWQ with a calibration set.
+    """
+
+    name: str
+    format: Format
+    method: Method
+
+    @classmethod
+    def parse(cls, text: str) -> "Recipe":
+        """Read a format name with -awq, or with -rtn or nothing for rounding to nearest.
+
+        Raises:
+            FormatError: an unknown format, or AWQ for one that has no groups.
+        """
+        base, _, method = text.rpartition("-")
+        if method == "rtn":
+            return cls(get_format(base).name, get_format(base), "nearest")
+        if method != "awq":
+            return cls(get_format(text).name, get_format(text), "nearest")
+        found = get_format(base)
+        if found.group_size is None:
+            raise FormatError(
+                f"{text!r}: AWQ shifts error between the inputs of a group, and {found.name} has no groups. Expected "
+                "an integer format below 8 bits, such as w4a16-awq."
+            )
+        return cls(f"{found.name}-awq", found, "awq")

@@ -1,0 +1,75 @@
+"""What a format's resolution does to a dot product, and how that grows with its length.
+
+    relative error of W x  =  sqrt(e_W^2 + e_x^2),   e_W = ||W^ - W|| / ||W||,   e_x = ||x^ - x|| / ||x||
+
+The rounding errors of single products are independent and centred, so the error of their sum grows like the square
+root of the dimension. So does the sum itself: the relative error stays that of a single product. It grows with the
+dimension only where the step does, in formats with one scale for a whole row, whose largest element grows like
+sqrt(2 ln K) in Gaussian rows. A group's step does not know how long its row is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.encoding import round_activations
+from .base import get_format
+
+_ROWS = 16
+"""Inputs that outputs are averaged over."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Relative errors (root mean square over root mean square) of one format at one dimension.
+
+    Attributes:
+        format: its name.
+        dimension: length of the dot product.
+        weight_error: of the weights, e_W.
+        input_error: of the inputs, e_x.
+        output_error: of W x.
+    """
+
+    format: str
+    dimension: int
+    weight_error: float
+    input_error: float
+    output_error: float
+
+
+def resolution_report(
+    format_names: Sequence[str], dimensions: Sequence[int], rng: np.random.Generator, outputs: int = 256
+) -> list[Resolution]:
+    """Round Gaussian weights and inputs, the same for every format, and see what becomes of W x.
+
+    Args:
+        format_names: names of formats.
+        dimensions: lengths of the dot product; a format's group size divides each.
+        rng: makes weights and inputs.
+        outputs: dot products to average over.
+
+    Returns:
+        a row per dimension and format, dimension by dimension.
+
+    Raises:
+        FormatError: an unknown format, or one that does not fit a dimension.
+    """
+    found = []
+    for K in dimensions:
+        weight_NK = torch.from_numpy(rng.standard_normal((outputs, K), dtype=np.float32))
+        x_RK = torch.from_numpy(rng.standard_normal((_ROWS, K), dtype=np.float32))
+        exact_RN = x_RK @ weight_NK.T
+        for name in format_names:
+            form = get_format(name)
+            weight, x = form.round(weight_NK), round_activations(x_RK, form.activation)
+            errors = _relative(weight, weight_NK), _relative(x, x_RK), _relative(x @ weight.T, exact_RN)
+            found.append(Resolution(form.name, K, *errors))
+    return found
+
+
+def _relative(rounded: Tensor, exact: Tensor) -> float:
+    return float((rounded - exact).norm() / exact.norm())

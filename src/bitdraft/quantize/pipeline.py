@@ -1,0 +1,139 @@
+"""From a checkpoint and a recipe to the weights of a model in a format, layer by layer."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import FormatError, ModelFileError, UsageError
+from ..formats import Recipe, get_format
+from ..models.checkpoint import Checkpoint, Weights
+from ..models.decoder import Decoder
+from ..ops.packed import Packed
+from .awq import READERS, fold_layer, round_layer
+from .calibrate import ActivationStats, collect, count_tokens
+from .rounding import nearest
+
+Progress = Callable[[int, int | None, str], None]
+
+KEPT_ROWS = 256
+"""Rows of inputs that AWQ measures errors on, for each linear layer."""
+
+VECTORS = (
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.k_proj.bias",
+    "self_attn.v_proj.bias",
+)
+"""What a layer may have beside its linear layers' weights."""
+
+
+def check_layers(source: Checkpoint, recipe: Recipe) -> None:
+    """See whether a recipe fits every linear layer, before any work.
+
+    Raises:
+        FormatError: naming every layer that it does not fit.
+    """
+    alike: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    for name, shape in source.config.linear_shapes().items():
+        alike.setdefault((name.split(".", 3)[-1], shape), []).append(name)
+    problems = []
+    for (kind, shape), names in alike.items():
+        form = get_format(recipe.format.head) if kind == "lm_head" else recipe.format
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
+        try:
+            form.check(label, shape)
+        except FormatError as error:
+            problems.append(f"{source.origin}: {error}")
+    if problems:
+        raise FormatError("\n".join(problems))
+
+
+def quantize(
+    source: Checkpoint,
+    recipe: Recipe,
+    *,
+    rng: np.random.Generator,
+    calibration: Sequence[Sequence[int]] | None = None,
+    progress: Progress | None = None,
+) -> Weights:
+    """Bring a model into a format.
+
+    Args:
+        source: the checkpoint; read tensor by tensor.
+        recipe: format and method.
+        rng: chooses the rows that AWQ keeps.
+        calibration: token ids of texts; needed by AWQ, not read otherwise.
+        progress: called with (layers done, layers, what).
+
+    Raises:
+        FormatError: a layer that the format does not fit; nothing was done then.
+        ModelFileError: a weight with NaN or infinity, named.
+        UsageError: AWQ without a calibration set, or with too short a one.
+    """
+    check_layers(source, recipe)
+    stats = _calibrated(source, recipe, calibration, rng, progress) if recipe.method == "awq" else None
+    config = source.config
+    head = get_format(recipe.format.head)
+    weights = Weights(config, {}, {"model.norm.weight": _read(source, "model.norm.weight")})
+    for i in range(config.num_layers):
+        prefix = f"model.layers.{i}."
+        tensors = {name: _read(source, prefix + name) for name in _layer_names(source, prefix)}
+        for name, packed in _rounded(tensors, recipe, stats, i, source).items():
+            weights.packed[prefix + name] = packed
+        weights.tensors |= {prefix + name: tensors[name] for name in VECTORS if name in tensors}
+        if progress:
+            progress(i + 1, config.num_layers + 1, f"quantising to {recipe.name}")
+    weights.packed["lm_head"] = nearest(_read(source, "lm_head.weight"), head)
+    weights.packed["model.embed_tokens"] = (
+        weights.packed["lm_head"] if config.tied_head else nearest(_read(source, "model.embed_tokens.weight"), head)
+    )
+    if progress:
+        progress(config.num_layers + 1, config.num_layers + 1, f"quantising to {recipe.name}")
+    return weights
+
+
+def _rounded(
+    tensors: dict[str, Tensor], recipe: Recipe, stats: ActivationStats | None, layer: int, source: Checkpoint
+) -> dict[str, Packed]:
+    if stats is None:
+        return {r: nearest(tensors[f"{r}.weight"], recipe.format) for readers in READERS.values() for r in readers}
+    scales = fold_layer(tensors, stats, layer, source.config, recipe.format)
+    return round_layer(tensors, scales, stats, layer, recipe.format)
+
+
+def _layer_names(source: Checkpoint, prefix: str) -> list[str]:
+    linear = [f"{reader}.weight" for readers in READERS.values() for reader in readers]
+    return linear + [name for name in VECTORS if source.has(prefix + name)]
+
+
+def _read(source: Checkpoint, name: str) -> Tensor:
+    tensor = source.tensor(name)
+    if not bool(torch.isfinite(tensor).all()):
+        bad = int((~torch.isfinite(tensor)).sum())
+        raise ModelFileError(
+            f"{source.origin}: {name} holds {bad} values that are NaN or infinite. Expected numbers; the file is "
+            "damaged or was saved from a run that diverged. Get it again."
+        )
+    return tensor
+
+
+def _calibrated(
+    source: Checkpoint,
+    recipe: Recipe,
+    calibration: Sequence[Sequence[int]] | None,
+    rng: np.random.Generator,
+    progress: Progress | None,
+) -> ActivationStats:
+    if calibration is None:
+        raise UsageError(
+            f"{recipe.name} needs a calibration set: texts like your traffic. Give one, or round to nearest with "
+            f"{recipe.format.name}."
+        )
+    count_tokens(calibration)  # refuses a short one before the model is read
+    decoder = Decoder(quantize(source, Recipe.parse("f32"), rng=rng))
+    return collect(decoder, calibration, keep=KEPT_ROWS, rng=rng, progress=progress)
