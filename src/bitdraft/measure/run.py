@@ -105,10 +105,14 @@ def run(
     job = _Job(config, writer, target_source, draft_source, target, ids, progress, clock)
     _write_texts(job, kv_tokens)
     _time_target(job)
-    for recipe in recipes.values():
-        if not _scored(job, recipe.name):
-            _judge(job, recipe, _load_draft(job, recipe))
-    _confirm(job, recipes)
+    kept: dict[str, CachedModel] = {}  # what took long to make is not made again to be confirmed
+    for name, recipe in recipes.items():
+        if not _scored(job, name):
+            draft = _load_draft(job, recipe)
+            _judge(job, name, draft)
+            if recipe.method != "nearest":
+                kept[name] = draft
+    _confirm(job, recipes, kept)
 
 
 def _cache_size(config: MeasureConfig, prompts: Mapping[Key, Sequence[int]]) -> int:
@@ -170,9 +174,9 @@ def _scored(job: _Job, name: str) -> bool:
     return costs and job.writer.has(Size, name) and all(job.writer.has(Score, name, *key) for key in job.prompts)
 
 
-def _judge(job: _Job, recipe: Recipe, draft: CachedModel) -> None:
+def _judge(job: _Job, name: str, draft: CachedModel) -> None:
     """Size, scores and costs of one draft."""
-    name, decoder = recipe.name, draft.decoder
+    decoder = draft.decoder
     if not job.writer.has(Size, name):
         bits = 8 * decoder.packed_bytes / _parameters(decoder.config)
         job.writer.append(Size(name, decoder.packed_bytes, decoder.resident_bytes, bits))
@@ -215,7 +219,7 @@ def _time_draft(job: _Job, name: str, draft: CachedModel) -> None:
             job.writer.append(CostSample("overhead", None, 1, r, other_seconds * 1000))
 
 
-def _confirm(job: _Job, recipes: Mapping[str, Recipe]) -> None:
+def _confirm(job: _Job, recipes: Mapping[str, Recipe], kept: Mapping[str, CachedModel]) -> None:
     """Run the best candidates end to end, each beside the plain run."""
     candidates = choose(figures(Trace.load(job.writer.folder), np.random.default_rng(0)), job.config.confirm)
     indices: dict[str, list[int]] = {}
@@ -231,7 +235,8 @@ def _confirm(job: _Job, recipes: Mapping[str, Recipe]) -> None:
     ]
     if not todo:
         return
-    drafts = {name: _load_draft(job, recipes[name]) for name in dict.fromkeys(c.format for c in candidates)}
+    names = dict.fromkeys(c.format for c in candidates)
+    drafts = {name: kept.get(name) or _load_draft(job, recipes[name]) for name in names}
     bench = Bench(job.target, drafts, job.sampling, job.config.rule, job.eos_ids, job.clock)
     for done, (r, key) in enumerate(todo):
         job.progress(done, len(todo), "confirming end to end")

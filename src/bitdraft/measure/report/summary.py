@@ -151,7 +151,7 @@ def _notes(found: Figures) -> tuple[str, ...]:
         )
         notes += _parity(found)
     notes += [
-        f"{model.name} is stored as {model.stored_as}, {count(model.stored_bits)} bits a weight. 'bf16' made from it "
+        f"{model.name} is stored as {model.stored_as}. 'bf16' made from it "
         "is a dequantised reference, not the model as it was trained."
         for model in dict.fromkeys((run.target, run.draft))
         if model.dequantised
