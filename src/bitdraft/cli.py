@@ -64,6 +64,16 @@ def common(
 
 
 @contextmanager
+def interruptible(message: str) -> Iterator[None]:
+    """Turn Ctrl-C into a message and exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        err.print(f"interrupted. {message}")
+        raise typer.Exit(130) from None
+
+
+@contextmanager
 def progress_bars() -> Iterator[Callable[[int, int | None, str], None]]:
     """Bars on standard error, one for each label that is reported to the function that this yields."""
     columns = (
@@ -81,11 +91,7 @@ def progress_bars() -> Iterator[Callable[[int, int | None, str], None]]:
                 tasks[label] = bars.add_task(label, total=total)
             bars.update(tasks[label], completed=done, total=total)
 
-        try:
-            yield report
-        except KeyboardInterrupt:
-            err.print("interrupted. What was measured is kept; --resume goes on.")
-            raise typer.Exit(130) from None
+        yield report
 
 
 @app.command(epilog="Example: bitdraft pull smollm2-135m")
@@ -101,7 +107,7 @@ def pull(
         rows = [(m.name, f"{m.size / 1e6:.0f} MB", "; else ".join(map(str, m.sources))) for m in KNOWN_MODELS.values()]
         _print_table("models", ("name", "size", "from"), rows, as_json)
         return
-    with progress_bars() as bars:
+    with interruptible("Nothing half-fetched is kept."), progress_bars() as bars:
         paths = [(name, str(hub.resolve(name, progress=bars))) for name in names]
     _print_table("models", ("name", "path"), paths, as_json)
 
@@ -172,7 +178,7 @@ def measure(
         confirm=confirm,
         confirm_prompts=confirm_prompts,
     )
-    with progress_bars() as bars:
+    with interruptible("What was measured is kept; --resume goes on."), progress_bars() as bars:
         run(config, output, resume=resume, command=_command_line(), progress=bars)
     _render(output, as_json)
 
@@ -235,14 +241,16 @@ def generate(
         seed=seed,
         max_tokens=max_tokens,
     )
-    with progress_bars() as bars:
-        generator = load(_planned(config, plan), calibration_texts(), bars)
-    started = perf_counter()
-    emissions = generator.run(generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw), sampling)
-    text, tokens = collect(emissions if as_json else coloured(generator.tokenizer, emissions, out))
+    with interruptible("Nothing is kept."):
+        with progress_bars() as bars:
+            generator = load(_planned(config, plan), calibration_texts(), bars)
+        ids = generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw)
+        started = perf_counter()
+        emissions = generator.run(ids, sampling)
+        text, tokens = collect(emissions if as_json else coloured(generator.tokenizer, emissions, out))
     figures = summary(generator.records, tokens, perf_counter() - started)
     if as_json:
-        print(json.dumps({"text": text, "tokens": tokens, **figures}, ensure_ascii=False))
+        print(json.dumps({"text": text, "output": tokens, **figures}, ensure_ascii=False))
     else:
         print_summary(figures, out)
 

@@ -48,9 +48,7 @@ def asked(pair: Path, **changes: Any) -> MeasureConfig:
 
 
 def measure(folder: Path, wanted: MeasureConfig, *, resume: bool = False, progress: Any = None) -> None:
-    run_module.run(
-        wanted, folder, resume=resume, command="bitdraft measure", progress=progress or (lambda *_: None)
-    )
+    run_module.run(wanted, folder, resume=resume, command="bitdraft measure", progress=progress or (lambda *_: None))
 
 
 def facts(folder: Path) -> tuple[Any, ...]:

@@ -122,9 +122,8 @@ class Sequence:
             return False
         before = len(self.text)
         self.text += self.request.text.push(token)
-        for stop in self.request.sampling.stop:
-            at = self.text.find(stop, max(0, before - len(stop) + 1))
-            if at >= 0:
-                self.text = self.text[:at]
-                return True
-        return False
+        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.request.sampling.stop]
+        starts = [at for at in found if at >= 0]
+        if starts:
+            self.text = self.text[: min(starts)]
+        return bool(starts)

@@ -100,6 +100,7 @@ def run(
         Recipe.parse(config.target_format),
         kv_tokens=kv_tokens,
         rng=np.random.default_rng(config.sampling.seed),
+        calibration=[target_source.tokenizer.encode(text) for text in calibration_texts()],
         progress=progress,
     )
     job = _Job(config, writer, target_source, draft_source, target, ids, progress, clock)

@@ -117,5 +117,5 @@ def _attend(q_RHC: Tensor, keys_LJC: Tensor, values_LJC: Tensor, positions_R: Te
     if window is not None:
         hidden_RL |= at_L <= positions_R[:, None] - window
     scores.masked_fill_(hidden_RL[None, :, None, :], -torch.inf)
-    mixed = scores.softmax(-1).view(J, R * (H // J), L) @ values_LJC.transpose(0, 1)
+    mixed: Tensor = scores.softmax(-1).view(J, R * (H // J), L) @ values_LJC.transpose(0, 1)
     return mixed.view(J, R, H // J, C).transpose(0, 1).reshape(R, H * C)

@@ -48,11 +48,24 @@ def open_source(name: str, progress: Progress | None = None) -> Source:
 
 
 def load_target(
-    source: Source, recipe: Recipe, *, kv_tokens: int, rng: np.random.Generator, progress: Progress | None = None
+    source: Source,
+    recipe: Recipe,
+    *,
+    kv_tokens: int,
+    rng: np.random.Generator,
+    context_length: int | None = None,
+    calibration: Sequence[Sequence[int]] | None = None,
+    progress: Progress | None = None,
 ) -> CachedModel:
     """The target in `recipe`, with a KV cache; ids that its tokenizer does not know are never emitted."""
-    decoder = Decoder(quantize(source.checkpoint, recipe, rng=rng, progress=progress))
-    return CachedModel(decoder, kv_tokens=kv_tokens, vocab_size=source.tokenizer.vocab_size, kv_dtype=kv_dtype(recipe))
+    weights = quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress)
+    return CachedModel(
+        Decoder(weights),
+        kv_tokens=kv_tokens,
+        vocab_size=source.tokenizer.vocab_size,
+        context_length=context_length,
+        kv_dtype=kv_dtype(recipe),
+    )
 
 
 def load_draft(

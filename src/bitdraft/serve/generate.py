@@ -15,9 +15,12 @@ from ..drafters.ngram import NGramDrafter
 from ..engine.engine import Emission, Engine
 from ..engine.sequence import Request
 from ..formats import Recipe
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizer import Tokenizer, check_pair
 from ..quantize.load import Progress, load_draft, load_target, open_source
 from ..types import Origin, SamplingParams, StepRecord
+
+NGRAM = "ngram"
+"""Instead of a model's name: draft by looking the last tokens up in the text so far."""
 
 COLOURS: dict[Origin, str] = {"draft": "green", "corrected": "bold red", "free": "default"}
 """How each origin is shown; words in the legend say the same without colour."""
@@ -83,14 +86,22 @@ def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress 
     rng = np.random.default_rng(0)
     recipes = Recipe.parse(config.target_format), Recipe.parse(config.draft_format)
     source = open_source(config.target, progress)
+    draft_source = open_source(config.draft, progress) if config.draft and config.draft != NGRAM else None
+    if draft_source:
+        check_pair(source.tokenizer, draft_source.tokenizer)
     context = min(config.context or source.checkpoint.config.context_length, source.checkpoint.config.context_length)
-    target = load_target(source, recipes[0], kv_tokens=context, rng=rng, progress=progress)
-    drafter: Drafter | None = None
-    if config.draft == "ngram":
-        drafter = NGramDrafter()
-    elif config.draft is not None:
-        draft_source = open_source(config.draft, progress)
-        ids = [draft_source.tokenizer.encode(text) for text in calibration]
+    ids = [source.tokenizer.encode(text) for text in calibration]
+    target = load_target(
+        source,
+        recipes[0],
+        kv_tokens=context,
+        context_length=context,
+        rng=rng,
+        calibration=ids,
+        progress=progress,
+    )
+    drafter: Drafter | None = NGramDrafter() if config.draft == NGRAM else None
+    if draft_source:
         draft = load_draft(
             draft_source, source, recipes[1], kv_tokens=context, rng=rng, calibration=ids, progress=progress
         )

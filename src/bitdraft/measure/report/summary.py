@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..figures import Cell, Confirmed, Figures, Overall, figures
-from ..numbers import count
 from ..plan import Plan, make_plan
 from ..predict import break_even_acceptance, loss
 from ..recommend import Recommendation, recommend
