@@ -112,7 +112,7 @@ def test_of_a_tie_the_smaller_is_taken() -> None:
     found = advice(Spec(acceptance=ONE, drafts=drafts))
     assert (found.draft_format, found.ties) == ("w4a16", ("w8a8",))
     assert "A tie with w8a8" in words(found)
-    assert "least memory, 278 MB" in words(found)
+    assert "it is the smallest, 272 MB packed" in words(found)
 
 
 def test_a_tie_needs_no_sizes() -> None:

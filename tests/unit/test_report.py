@@ -112,7 +112,7 @@ def test_an_unfinished_measurement_is_told_in_every_form(name: str) -> None:
 def test_terminal_fits_in_100_columns(full: Summary) -> None:
     text = terminal(full)
     assert max(map(len, text.splitlines())) <= 100
-    for word in ("memory", "predicted", "confirmed", "tokens", "none", "dequantised reference", "temperature 1"):
+    for word in ("packed", "predicted", "confirmed", "tokens", "none", "dequantised reference", "temperature 1"):
         assert word in text
     rows = [line for line in text.splitlines() if line.startswith(("  bf16", "▸"))]
     assert any(full.recommendation.draft_format or "-" in line for line in rows if line.startswith("▸"))

@@ -6,7 +6,7 @@ The rules, in order:
 * Each workload gets the draft length that is fastest for it, and none where that is not above 1.
 * The format is the one that is fastest over all workloads, equal numbers of tokens of each.
 * Formats that cannot be told apart, and lie within 3%, are a tie; so are those within 1%. The one that needs the
-  least memory is taken, and the tie is said.
+  fewest packed bytes is taken, and the tie is said.
 * 'speculate' is said when the whole 95% interval of the speedup lies above 1; 'do not speculate' when no workload
   gains with any format; 'undecided' in between.
 """
@@ -145,7 +145,7 @@ def _choose(candidates: list[_Candidate], figures: Figures) -> tuple[_Candidate,
         return fastest, []
     group = [c for c in candidates if c is fastest or _tied(fastest, c)]
     if all(c.name in figures.sizes for c in group):
-        chosen = min(group, key=lambda c: (figures.sizes[c.name].resident_bytes, -c.gain.value))
+        chosen = min(group, key=lambda c: (figures.sizes[c.name].disk_bytes, -c.gain.value))
     else:
         chosen = fastest
     return chosen, [c for c in group if c is not chosen]
@@ -269,8 +269,8 @@ def _tie_sentence(best: _Candidate, ties: list[_Candidate], figures: Figures) ->
     others = listed([f"{tie.name} ({times(tie.gain.value)})" for tie in ties])
     if best.name not in figures.sizes:
         return f"A tie with {others}: {best.name} is the faster by a hair."
-    memory = size(figures.sizes[best.name].resident_bytes)
-    return f"A tie with {others}: {best.name} is taken because it needs the least memory, {memory}."
+    packed = size(figures.sizes[best.name].disk_bytes)
+    return f"A tie with {others}: {best.name} is taken because it is the smallest, {packed} packed."
 
 
 def _not_run(best: _Candidate, figures: Figures) -> list[str]:

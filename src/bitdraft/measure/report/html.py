@@ -61,8 +61,8 @@ def _header(summary: Summary) -> str:
         tiles.append(
             _tile("c = T_draft / T_target", count(draft / plain), f"{milliseconds(draft)} of {milliseconds(plain)}")
         )
-    if best and best.memory is not None:
-        tiles.append(_tile("Draft in memory", size(best.memory), f"{best.bits:.2f} bits a weight"))
+    if best and best.packed is not None and best.memory is not None:
+        tiles.append(_tile("Draft, packed", size(best.packed), f"{size(best.memory)} in memory here"))
     first, *_ = advice.reasons or ("",)
     kind = advice.verdict.replace(" ", "-")
     return (
@@ -86,8 +86,8 @@ def _warnings(summary: Summary) -> str:
 def _matrix(summary: Summary) -> str:
     workloads, confirmed = _acceptance_columns(summary), any(row.confirmed for row in summary.rows)
     acceptance = [f"{w} acceptance %" for w in workloads] or ["Mean acceptance %"]
-    head = ["Draft", "Bits", "Memory", "ms a token", *acceptance, "K", "Tokens a step"]
-    head += ["Predicted", *(["Confirmed"] if confirmed else []), "Speedup, rule at 1×"]
+    head = ["Draft", "Bits", "Packed", "ms a token", *acceptance, "K", "Tokens a step"]
+    head += ["Predicted", *(["Confirmed"] if confirmed else []), "Speedup"]
     rows = "".join(_matrix_row(summary, row, confirmed) for row in summary.rows)
     columns = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
     return _section(
@@ -131,7 +131,7 @@ def _matrix_row(summary: Summary, row: Row, confirmed: bool) -> str:
     badge = ' <span class="badge">recommended</span>' if row.best else ""
     cells = [
         _plain(None if row.bits is None else f"{row.bits:.2f}"),
-        _plain(None if row.memory is None else size(row.memory)),
+        _plain(None if row.packed is None else size(row.packed)),
         _figure(row.draft_ms, lambda v: milliseconds(v).removesuffix(" ms")),
         *(_figure(row.acceptance.get(w), _percent) for w in workloads),
         *([] if workloads else [_figure(row.mean_acceptance, _percent)]),

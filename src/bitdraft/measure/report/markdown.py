@@ -31,7 +31,8 @@ def _matrix(summary: Summary) -> str:
     confirmed = any(row.confirmed for row in summary.rows)
     head = [
         "draft",
-        "memory",
+        "packed",
+        "in memory",
         "ms a token",
         *(f"acceptance, {w}" for w in workloads),
         "K",
@@ -42,6 +43,7 @@ def _matrix(summary: Summary) -> str:
 
     def cells(row: Row) -> list[str]:
         found = [
+            UNKNOWN if row.packed is None else size(row.packed),
             UNKNOWN if row.memory is None else size(row.memory),
             _figure(row.draft_ms, lambda v: milliseconds(v).removesuffix(" ms")),
             *(_figure(row.acceptance.get(w), percent) for w in workloads),

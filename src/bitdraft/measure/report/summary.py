@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..figures import Cell, Confirmed, Figures, Overall, figures
+from ..numbers import size
 from ..plan import Plan, make_plan
 from ..predict import break_even_acceptance, loss
 from ..recommend import Recommendation, recommend
@@ -40,7 +41,7 @@ class Row:
 
     Attributes:
         name: draft format, or 'none'. best: whether this is what is recommended.
-        bits: per weight. memory: bytes resident. draft_ms: per drafted token.
+        bits: per weight. packed: bytes on disk. memory: bytes resident. draft_ms: per drafted token.
         acceptance: conditional, by workload. mean_acceptance: over workloads. k: best draft length by workload.
         tokens_per_step, predicted, confirmed: over all workloads, equal numbers of tokens of each.
     """
@@ -48,6 +49,7 @@ class Row:
     name: str
     best: bool
     bits: float | None
+    packed: int | None
     memory: int | None
     draft_ms: Interval | None
     acceptance: Mapping[str, Interval]
@@ -85,7 +87,7 @@ def build_plan(summary: Summary) -> Plan:
 def _matrix(found: Figures, advice: Recommendation) -> tuple[Row, ...]:
     stay = advice.verdict == "do not speculate"
     one = Interval(1.0, None, None)
-    rows = [Row(NO_DRAFT, stay, None, None, None, {}, None, {}, one, one, one if _any_confirmed(found) else None)]
+    rows = [Row(NO_DRAFT, stay, None, None, None, None, {}, None, {}, one, one, one if _any_confirmed(found) else None)]
     for name in found.formats:
         total, held = found.overall[name], found.sizes.get(name)
         draft = found.costs.draft.get(name) if found.costs else None
@@ -94,6 +96,7 @@ def _matrix(found: Figures, advice: Recommendation) -> tuple[Row, ...]:
                 name=name,
                 best=name == advice.draft_format,
                 bits=held.bits_per_weight if held else None,
+                packed=held.disk_bytes if held else None,
                 memory=held.resident_bytes if held else None,
                 draft_ms=_interval(draft),
                 acceptance={
@@ -149,6 +152,12 @@ def _notes(found: Figures) -> tuple[str, ...]:
             f"pairs. They verify by the {rule} rule{more}."
         )
         notes += _parity(found)
+    if found.sizes:
+        largest = max(held.resident_bytes for held in found.sizes.values())
+        notes.append(
+            "Packed: codes, scales and zero points, on disk and for kernels that read them. On this backend a draft "
+            f"takes up to {size(largest)} in memory."
+        )
     notes += [
         f"{model.name} is stored as {model.stored_as}. 'bf16' made from it "
         "is a dequantised reference, not the model as it was trained."

@@ -60,7 +60,7 @@ def _tables(summary: Summary, show: Show) -> list[list[Column]]:
     workloads = summary.figures.workloads
     wide = len(workloads) <= MOST_ACCEPTANCE_COLUMNS
     matrix = [
-        ("memory", _value(lambda row: None if row.memory is None else size(row.memory), show)),
+        ("packed", _value(lambda row: None if row.packed is None else size(row.packed), show)),
         ("ms a\ntoken", _spread(lambda row: row.draft_ms, lambda v: milliseconds(v).removesuffix(" ms"), show)),
     ]
     if wide:
