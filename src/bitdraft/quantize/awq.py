@@ -67,10 +67,12 @@ def round_layer(
     """Round the folded weights of one layer, with clipping; by name within the layer, without '.weight'."""
     packed = {}
     for name, readers in READERS.items():
-        rows = stats.rows(layer, name) / scales[name]
+        products_GSS = stats.products(layer, name)
+        scale_GS = scales[name].view(products_GSS.shape[:2])
+        products_GSS = products_GSS / (scale_GS[:, :, None] * scale_GS[:, None, :])
         for reader in readers:
             weight = tensors[f"{reader}.weight"]
-            packed[reader] = nearest(weight, form) if reader in UNCLIPPED else clipped(weight, rows, form)
+            packed[reader] = nearest(weight, form) if reader in UNCLIPPED else clipped(weight, products_GSS, form)
     return packed
 
 

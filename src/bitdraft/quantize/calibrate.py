@@ -1,6 +1,6 @@
 """True activation statistics: what each linear layer really reads, on real text.
 
-Shape suffixes: T rows (tokens), K inputs.
+Shape suffixes: T rows (tokens), K inputs, G groups of inputs, S inputs of a group.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,22 +31,29 @@ class _Inputs:
     """What is kept of one layer's inputs."""
 
     total: Tensor
+    products: Tensor
     rows: Tensor
     tokens: int = 0
     priorities: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
 
 class ActivationStats:
-    """Mean magnitude of every channel over all tokens, and a uniform sample of rows, for every linear layer."""
+    """Over all tokens, the mean magnitude of every channel and the products of the channels of a group; and a uniform
+    sample of rows; for every linear layer.
 
-    def __init__(self, keep: int, rng: np.random.Generator) -> None:
+    A few tokens carry far larger activations than all others (a text's first one is the usual case). A sample of rows
+    holds one or two of them, or none: what is decided group by group is decided on the products, which miss nothing.
+    """
+
+    def __init__(self, keep: int, group_size: int, rng: np.random.Generator) -> None:
         """Start empty.
 
         Args:
             keep: rows to keep for each layer.
-            rng: chooses them.
+            group_size: neighbouring channels whose products are summed; divides the inputs of every layer.
+            rng: chooses the rows.
         """
-        self._keep, self._rng = keep, rng
+        self._keep, self._group_size, self._rng = keep, group_size, rng
         self._inputs: dict[tuple[int, str], _Inputs] = {}
 
     def observe(self, layer: int, name: str, x_TK: Tensor) -> None:
@@ -60,8 +67,12 @@ class ActivationStats:
                 f"layer {layer}, {name}: the model's activations are NaN or infinite on the calibration set. Expected "
                 "numbers; the weights are damaged, or the model does not work in FP32."
             )
-        key = (layer, name)
-        found = self._inputs.setdefault(key, _Inputs(torch.zeros(x_TK.shape[1]), x_TK[:0]))
+        key, K, S = (layer, name), x_TK.shape[1], self._group_size
+        if key not in self._inputs:
+            self._inputs[key] = _Inputs(torch.zeros(K), torch.zeros(K // S, S, S), x_TK[:0])
+        found = self._inputs[key]
+        x_GTS = x_TK.view(-1, K // S, S).transpose(0, 1)
+        found.products += x_GTS.transpose(1, 2) @ x_GTS
         found.total += x_TK.abs().sum(0)
         found.tokens += len(x_TK)
         # Every row draws a priority; the rows with the smallest ones are a uniform sample of all rows ever seen.
@@ -78,6 +89,14 @@ class ActivationStats:
         """
         found = self._found(layer, name)
         return found.total / found.tokens
+
+    def products(self, layer: int, name: str) -> Tensor:
+        """`X^T X` of every group of channels over all tokens, [G, S, S].
+
+        Raises:
+            UsageError: nothing was observed there.
+        """
+        return self._found(layer, name).products
 
     def rows(self, layer: int, name: str) -> Tensor:
         """The sample of rows, [T, K] with T up to `keep`.
@@ -116,6 +135,7 @@ def collect(
     sequences: Sequence[Sequence[int]],
     *,
     keep: int,
+    group_size: int,
     rng: np.random.Generator,
     progress: Callable[[int, int | None, str], None] | None = None,
 ) -> ActivationStats:
@@ -126,7 +146,8 @@ def collect(
         sequences: token ids; the first `MAX_TOKENS` tokens are used. A text longer than the model's context goes on in
             a fresh context.
         keep: rows to keep for each layer.
-        rng: chooses them.
+        group_size: neighbouring channels whose products are summed.
+        rng: chooses the rows.
         progress: called with (tokens done, tokens in all, what).
 
     Raises:
@@ -136,7 +157,7 @@ def collect(
     total = count_tokens(sequences)
     context = min(decoder.config.context_length, total)
     model = CachedModel(decoder, kv_tokens=context, vocab_size=decoder.config.vocab_size, kv_dtype=torch.float32)
-    stats = ActivationStats(keep, rng)
+    stats = ActivationStats(keep, group_size, rng)
     done = 0
     for text in (s[i : i + context] for s in sequences for i in range(0, len(s), context)):
         window = list(text[: total - done])

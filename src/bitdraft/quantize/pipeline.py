@@ -19,7 +19,7 @@ from .rounding import nearest
 Progress = Callable[[int, int | None, str], None]
 
 KEPT_ROWS = 256
-"""Rows of inputs that AWQ measures errors on, for each linear layer."""
+"""Rows of inputs that AWQ's scales are chosen on, for each linear layer."""
 
 VECTORS = (
     "input_layernorm.weight",
@@ -130,6 +130,8 @@ def _calibrated(
     rng: np.random.Generator,
     progress: Progress | None,
 ) -> ActivationStats:
+    group_size = recipe.format.group_size
+    assert group_size is not None  # a recipe with AWQ has a format with groups
     if calibration is None:
         raise UsageError(
             f"{recipe.name} needs a calibration set: texts like your traffic. Give one, or round to nearest with "
@@ -137,4 +139,4 @@ def _calibrated(
         )
     count_tokens(calibration)  # refuses a short one before the model is read
     decoder = Decoder(quantize(source, Recipe.parse("f32"), rng=rng))
-    return collect(decoder, calibration, keep=KEPT_ROWS, rng=rng, progress=progress)
+    return collect(decoder, calibration, keep=KEPT_ROWS, group_size=group_size, rng=rng, progress=progress)

@@ -69,33 +69,29 @@ def _scale(magnitude_K: Tensor, alpha: float) -> Tensor:
     return scale_K / (scale_K.max() * scale_K.min()).sqrt()
 
 
-def clipped(weight_NK: Tensor, rows_TK: Tensor, form: Format) -> Packed:
+def clipped(weight_NK: Tensor, products_GSS: Tensor, form: Format) -> Packed:
     """Round with the range of every group shrunk to the share that gives the least error on real inputs.
 
-    The error of a group is `d^T (X^T X) d` with d its rounding error and X its inputs, so the rows enter once, as one
-    [S, S] matrix a group.
+    The error of a group is `d^T (X^T X) d` with d its rounding error and X its inputs. How the inputs are rounded in
+    turn does not enter: that error is as large whatever the weights are rounded to.
 
     Args:
         weight_NK: [N, K] float32, scaled already.
-        rows_TK: a sample of the inputs, scaled likewise.
+        products_GSS: X^T X of every group's inputs, scaled likewise.
         form: an integer format with groups.
     """
-    assert form.group_size is not None
-    K, S = weight_NK.shape[1], form.group_size
-    x_GTS = round_activations(rows_TK, form.activation).view(len(rows_TK), K // S, S).transpose(0, 1)
-    gram_GSS = x_GTS.transpose(1, 2) @ x_GTS
-    blocks = torch.split(weight_NK, max(1, _BLOCK // K))
-    return form.encode(weight_NK, torch.cat([_best_shrink(block_NK, gram_GSS, form) for block_NK in blocks]))
+    blocks = torch.split(weight_NK, max(1, _BLOCK // weight_NK.shape[1]))
+    return form.encode(weight_NK, torch.cat([_best_shrink(block_NK, products_GSS, form) for block_NK in blocks]))
 
 
-def _best_shrink(weight_NK: Tensor, gram_GSS: Tensor, form: Format) -> Tensor:
+def _best_shrink(weight_NK: Tensor, products_GSS: Tensor, form: Format) -> Tensor:
     """The share of each group's range that gives the least error, [N, G]."""
-    G, S, _ = gram_GSS.shape
+    G, S, _ = products_GSS.shape
     N = len(weight_NK)
     best_NG, shrink_NG = torch.full((N, G), torch.inf), torch.ones(N, G)
     for share in SHRINKS:
         off_GNS = form.round(weight_NK, share).sub_(weight_NK).view(N, G, S).transpose(0, 1)
-        error_NG = ((off_GNS @ gram_GSS) * off_GNS).sum(-1).T
+        error_NG = ((off_GNS @ products_GSS) * off_GNS).sum(-1).T
         shrink_NG[error_NG < best_NG] = share
         best_NG = torch.minimum(best_NG, error_NG)
     return shrink_NG
