@@ -4,8 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from bitdraft.models import hub
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 torch.set_num_threads(1)
 """Most tensors here are tiny, and two threads that wait for each other on a busy machine take three times as long."""

@@ -84,8 +84,11 @@ class Decoder:
             x_RD = ops.linear_add(mixed, layer.o, x_RD)
             if observe:
                 observe(i, "gate_up", ops.rms_norm(x_RD, layer.mlp_norm, eps))
-                observe(i, "down", ops.gated_inputs(x_RD, layer.mlp_norm, eps, layer.gate_up))
-            x_RD = ops.gated_mlp(x_RD, layer.mlp_norm, eps, layer.gate_up, layer.down)
+                inner = ops.gated_inputs(x_RD, layer.mlp_norm, eps, layer.gate_up)
+                observe(i, "down", inner)
+                x_RD = ops.linear_add(inner, layer.down, x_RD)
+            else:
+                x_RD = ops.gated_mlp(x_RD, layer.mlp_norm, eps, layer.gate_up, layer.down)
         return x_RD
 
     def logits(self, x_RD: Tensor) -> Tensor:
