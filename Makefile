@@ -22,7 +22,7 @@ setup: .venv/.setup ## .venv/bin/bitdraft, with what it needs to run
 
 demo: .venv/.setup ## measure a real model pair; the report is demo/report.html
 	$(BIN)/bitdraft measure --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b \
-	  --formats bf16,fp8,w4a16-awq --workload code,chat --prompts 6 --max-tokens 24 --k 1..4 \
+	  --formats bf16,fp8,w4a16-awq --workload code,chat --prompts 4 --max-tokens 16 --k 1..4 \
 	  --confirm 1 --confirm-prompts 2 --rounds 1 --resume -o demo
 
 test: .venv/.dev ## all tests but those on the large model files
