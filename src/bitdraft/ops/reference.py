@@ -24,7 +24,7 @@ def prepare(packed: Packed) -> Prepared:
 def _matmul(x_RK: Tensor, weight: Prepared) -> Tensor:
     x_RK = round_activations(x_RK, weight.activation)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        # torch sends FP32 products to MKL, which is 2 to 4 times slower than oneDNN for 2 to 64 rows on processors
+        # torch sends FP32 products to MKL, which is 1.5 to 2.8 times slower than oneDNN for 1 to 256 rows on processors
         # of the other make (docs/log.md, 2026-11-29). The result is the same FP32 product, summed in another order.
         return torch.ops.mkldnn._linear_pointwise(x_RK, weight.values, None, "none", [], "")  # type: ignore[no-any-return]
     return functional.linear(x_RK, weight.values)
