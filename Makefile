@@ -40,7 +40,7 @@ format: .venv/.dev ## mend style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: .venv/.dev ## the measured matrix of docs/log.md (about an hour on two cores)
+bench: .venv/.dev ## the measured matrix of docs/log.md (under an hour on two cores)
 	$(BIN)/python benchmarks/precision_matrix.py
 
 clean: ## remove what the targets made, but not downloaded models

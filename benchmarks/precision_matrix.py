@@ -1,7 +1,7 @@
 """Which draft precision and length for the reference pair, on code and on chat? The first matrix of docs/log.md.
 
 Runs `bitdraft measure` on 50 prompts of each workload and keeps its report and its trace under benchmarks/results,
-named by date and machine. About half an hour on two cores; an interrupted run goes on where it stopped.
+named by date and machine. Under an hour on two cores; an interrupted run goes on where it stopped.
 
     python benchmarks/precision_matrix.py
 """
