@@ -22,7 +22,7 @@ from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
 from bitdraft.formats import Recipe
 from bitdraft.models.cached import CachedModel
-from bitdraft.quantize.load import load_draft, load_target, open_source
+from bitdraft.quantize.load import load_model, open_source
 from bitdraft.types import Feed, SamplingParams, StepRecord
 
 TIE = 0.02
@@ -41,8 +41,8 @@ class Pair:
     def __init__(self, path: Path) -> None:
         source = open_source(str(path))
         rng = np.random.default_rng(0)
-        self.target = load_target(source, Recipe.parse("bf16"), kv_tokens=2048, rng=rng)
-        self.draft = load_draft(source, source, Recipe.parse("w4a16"), kv_tokens=2048, rng=rng)
+        self.target = load_model(source, Recipe.parse("bf16"), kv_tokens=2048, rng=rng)
+        self.draft = load_model(source, Recipe.parse("w4a16"), kv_tokens=2048, rng=rng, target=source)
         self.eos_ids = source.tokenizer.eos_ids
         self.prompts = [tuple(source.tokenizer.encode(text)) for text in PROMPTS]
         self.plain = [self.run([prompt], None, 0)[0][0] for prompt in self.prompts]

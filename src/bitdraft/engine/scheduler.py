@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from ..decoding.protocols import DraftRow
+from ..models.kv import BLOCK_SIZE
 from ..types import Feed, Proposal
 from .sequence import Sequence
 
@@ -62,9 +63,9 @@ class Scheduler:
         self._kv_tokens, self._context_length, self._max_draft = kv_tokens, context_length, max_draft
 
     def footprint(self, sequence: Sequence) -> int:
-        """Cache tokens that a sequence can come to need, its longest block included, in whole blocks of 16."""
+        """Cache tokens that a sequence can come to need, its longest block included, in whole blocks."""
         total = len(sequence.request.prompt) + sequence.request.sampling.max_tokens + self._max_draft
-        return -(-min(total, self._context_length) // 16) * 16
+        return -(-min(total, self._context_length) // BLOCK_SIZE) * BLOCK_SIZE
 
     def schedule(self) -> Batch:
         """Admit what fits, and divide the step's rows: decoding first, then chunks of prompts."""

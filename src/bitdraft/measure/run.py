@@ -19,9 +19,10 @@ from ..errors import UsageError
 from ..formats import Recipe
 from ..models.cached import CachedModel
 from ..models.config import ModelConfig
+from ..models.kv import BLOCK_SIZE
 from ..models.tokenizer import check_pair
 from ..ops import native
-from ..quantize.load import Progress, Source, load_draft, load_target, open_source
+from ..quantize.load import Progress, Source, load_model, open_source
 from ..quantize.pipeline import check_layers
 from ..types import Feed, SamplingParams
 from .config import MeasureConfig
@@ -95,7 +96,7 @@ def run(
     writer = TraceWriter(folder)
     writer.begin(_describe(config, recipes, prompts, target_source, draft_source, command))
     kv_tokens = _cache_size(config, ids)
-    target = load_target(
+    target = load_model(
         target_source,
         Recipe.parse(config.target_format),
         kv_tokens=kv_tokens,
@@ -119,7 +120,8 @@ def run(
 def _cache_size(config: MeasureConfig, prompts: Mapping[Key, Sequence[int]]) -> int:
     """KV tokens for a batch of the longest texts, each in whole blocks with its longest draft."""
     longest = max(len(ids) for ids in prompts.values()) + config.sampling.max_tokens + max(config.draft_lengths)
-    return max(config.batch * (-(-longest // 16) + 1) * 16, TIMING_CONTEXT + max(config.draft_lengths) + 16)
+    per_text = (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
+    return max(config.batch * per_text, TIMING_CONTEXT + max(config.draft_lengths) + BLOCK_SIZE)
 
 
 def _write_texts(job: _Job, kv_tokens: int) -> None:
@@ -159,10 +161,10 @@ def _timing_context(job: _Job, more: int) -> list[int]:
 def _load_draft(job: _Job, recipe: Recipe) -> CachedModel:
     calibration = [job.draft_source.tokenizer.encode(text) for text in calibration_texts()]
     longest = max(len(ids) for ids in job.prompts.values()) + job.sampling.max_tokens + max(job.config.draft_lengths)
-    return load_draft(
+    return load_model(
         job.draft_source,
-        job.target_source,
         recipe,
+        target=job.target_source,
         kv_tokens=max(longest, TIMING_CONTEXT) + 64,
         rng=np.random.default_rng(job.sampling.seed),
         calibration=calibration,

@@ -32,8 +32,6 @@ class ModelConfig:
         attention_bias: q, k and v projections carry a bias (Qwen2).
         qk_norm: q and k are normalised per head before the rotation (Qwen3).
         tied_head: the output head is the embedding.
-        bos_id: put before a raw prompt if not None.
-        eos_ids: ids that end an output.
     """
 
     family: str
@@ -52,8 +50,6 @@ class ModelConfig:
     attention_bias: bool = False
     qk_norm: bool = False
     tied_head: bool = True
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
 
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Shape [outputs, inputs] of every linear layer that a format is applied to, by its checkpoint name.
@@ -110,19 +106,9 @@ class ModelConfig:
                 attention_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
                 qk_norm=family == "qwen3",
                 tied_head=bool(raw.get("tie_word_embeddings", False)),
-                bos_id=_first(raw.get("bos_token_id")),
-                eos_ids=_ids(raw.get("eos_token_id")),
             )
         except KeyError as missing:
             raise ModelFileError(f"{origin}: the field {missing} is missing. Is this a whole config.json?") from None
-
-
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
-
-
-def _first(value: int | list[int] | None) -> int | None:
-    return next(iter(_ids(value)), None)
 
 
 def _rope_factors(rope: Mapping[str, Any], theta: float, head_dim: int, origin: str) -> tuple[float, ...] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import ModelFileError
 from .config import FAMILIES, ModelConfig
 from .gguf import GGUFFile
-from .gguf_vocab import gguf_special_ids, gguf_tokenizer
+from .gguf_vocab import gguf_tokenizer
 from .tensor_names import EMBEDDING, HEAD, check_tensors, hf_name
 from .tokenizer import Tokenizer
 
@@ -135,7 +135,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
             f"{query_rows} rows. The file is damaged: fetch it again."
         )
     _check_heads(file, arch, head_dim)
-    bos_id, eos_ids = gguf_special_ids(file)
     return ModelConfig(
         family=arch,
         vocab_size=vocab_size,
@@ -153,8 +152,6 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         attention_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         tied_head="output.weight" not in file.tensors,
-        bos_id=bos_id,
-        eos_ids=eos_ids,
     )
 
 

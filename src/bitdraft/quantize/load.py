@@ -47,53 +47,41 @@ def open_source(name: str, progress: Progress | None = None) -> Source:
     return Source(name, path, checkpoint, checkpoint.tokenizer())
 
 
-def load_target(
+def load_model(
     source: Source,
     recipe: Recipe,
     *,
     kv_tokens: int,
     rng: np.random.Generator,
+    target: Source | None = None,
     context_length: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     progress: Progress | None = None,
 ) -> CachedModel:
-    """The target in `recipe`, with a KV cache; ids that its tokenizer does not know are never emitted."""
-    weights = quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress)
-    return CachedModel(
-        Decoder(weights),
-        kv_tokens=kv_tokens,
-        vocab_size=source.tokenizer.vocab_size,
-        context_length=context_length,
-        kv_dtype=kv_dtype(recipe),
-    )
+    """A model in `recipe` with a KV cache, for a target or a draft.
 
-
-def load_draft(
-    source: Source,
-    target: Source,
-    recipe: Recipe,
-    *,
-    kv_tokens: int,
-    rng: np.random.Generator,
-    calibration: Sequence[Sequence[int]] | None = None,
-    progress: Progress | None = None,
-) -> CachedModel:
-    """The draft in `recipe`, with logits as wide as the target's and -inf on ids that the two do not share.
+    Args:
+        source: the model to load.
+        recipe: the format it runs in, and how it is brought there.
+        kv_tokens: tokens that the cache holds.
+        rng: chooses what calibration keeps.
+        target: given for a draft: logits become as wide as the target's, with -inf on ids that the two do not share.
+            Ids that the target's tokenizer does not know are never emitted.
+        context_length: a smaller limit than the model's own.
+        calibration: token ids of texts, for recipes that need them.
+        progress: called while weights are quantised.
 
     Raises:
-        PairError: if the vocabularies differ in meaning.
+        PairError: the vocabularies of draft and target differ in meaning.
     """
-    shared = check_pair(target.tokenizer, source.tokenizer)
+    shared = check_pair(target.tokenizer, source.tokenizer) if target else None
     weights = quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress)
     return CachedModel(
         Decoder(weights),
         kv_tokens=kv_tokens,
-        vocab_size=target.tokenizer.vocab_size,
+        vocab_size=(target or source).tokenizer.vocab_size,
         usable=shared,
-        kv_dtype=kv_dtype(recipe),
+        context_length=context_length,
+        # Only the oracle format keeps more of keys and values than bfloat16 does.
+        kv_dtype=torch.float32 if recipe.format.activation == "f32" else torch.bfloat16,
     )
-
-
-def kv_dtype(recipe: Recipe) -> torch.dtype:
-    """Keys and values are bfloat16; float32 only in the oracle format."""
-    return torch.float32 if recipe.format.activation == "f32" else torch.bfloat16

@@ -16,7 +16,7 @@ from ..engine.engine import Emission, Engine
 from ..engine.sequence import Request
 from ..formats import Recipe
 from ..models.tokenizer import Tokenizer, check_pair
-from ..quantize.load import Progress, load_draft, load_target, open_source
+from ..quantize.load import Progress, load_model, open_source
 from ..types import Origin, SamplingParams, StepRecord
 
 NGRAM = "ngram"
@@ -91,7 +91,7 @@ def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress 
         check_pair(source.tokenizer, draft_source.tokenizer)
     context = min(config.context or source.checkpoint.config.context_length, source.checkpoint.config.context_length)
     ids = [source.tokenizer.encode(text) for text in calibration]
-    target = load_target(
+    target = load_model(
         source,
         recipes[0],
         kv_tokens=context,
@@ -102,8 +102,8 @@ def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress 
     )
     drafter: Drafter | None = NGramDrafter() if config.draft == NGRAM else None
     if draft_source:
-        draft = load_draft(
-            draft_source, source, recipes[1], kv_tokens=context, rng=rng, calibration=ids, progress=progress
+        draft = load_model(
+            draft_source, recipes[1], kv_tokens=context, rng=rng, target=source, calibration=ids, progress=progress
         )
         policy = Confidence(config.draft_length, config.confidence) if config.confidence else Fixed(config.draft_length)
         drafter = ModelDrafter(draft, policy, source.tokenizer.eos_ids)
