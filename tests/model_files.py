@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from bitdraft.models.config import ModelConfig
+from bitdraft.models.gguf import GGUFFile
+from bitdraft.models.gguf_vocab import gguf_tokenizer
 from bitdraft.models.tensor_names import tensor_shapes
+from bitdraft.models.tokenizer import Tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -198,3 +201,15 @@ def write_folder(
         files |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
+
+
+def tokenizer_of(tmp_path: Path, vocabulary: Callable[[gguf.GGUFWriter], None]) -> Tokenizer:
+    """The tokenizer of a GGUF file that holds nothing but a vocabulary."""
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    vocabulary(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf_tokenizer(GGUFFile(path))
