@@ -98,7 +98,8 @@ class Proposal:
         tokens: [B, K] int64; row b holds `lengths[b]` tokens and -1 after them.
         lengths: [B] int64, 0 where nothing was drafted.
         probs: [B, K, V] float, the distribution that each token was really drawn from, after every filter and
-            renormalised; None when every token is a point mass (n-gram and scripted drafts).
+            renormalised; None when every token is a point mass (n-gram and scripted drafts, and
+            models at temperature 0).
     """
 
     tokens: Tensor

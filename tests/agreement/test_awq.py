@@ -11,7 +11,7 @@ from bitdraft.formats import Recipe
 from bitdraft.measure.workload import calibration_texts
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Checkpoint, open_checkpoint
-from bitdraft.models.decoder import Decoder
+from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.quantize.pipeline import quantize
 from bitdraft.types import Feed
 
@@ -49,7 +49,7 @@ def log_probs(source: Checkpoint, recipe: str) -> Tensor:
     tokenizer = source.tokenizer()
     calibration = [tokenizer.encode(text) for text in calibration_texts()[:6]]
     weights = quantize(source, Recipe.parse(recipe), calibration=calibration, rng=np.random.default_rng(0))
-    model = CachedModel(Decoder(weights), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv_dtype=torch.float32)
+    model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv_dtype=torch.float32)
     feeds = [Feed(i, tokenizer.encode(text), 0, 0) for i, text in enumerate((PROSE, CODE))]
     return model.forward(feeds).log_softmax(-1)
 

@@ -13,7 +13,7 @@ import transformers
 from bitdraft.formats import Recipe
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import open_checkpoint
-from bitdraft.models.decoder import Decoder
+from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.quantize.pipeline import quantize
 from bitdraft.types import Feed
 
@@ -55,9 +55,9 @@ def build_tiny(kind: str, folder: Path) -> torch.nn.Module:
     return model
 
 
-def load(folder: Path, vocab_size: int = 160) -> CachedModel:
+def load(folder: Path, vocab_size: int = 160, kv_dtype: torch.dtype = torch.float32) -> CachedModel:
     weights = quantize(open_checkpoint(folder), Recipe.parse("f32"), rng=np.random.default_rng(0))
-    return CachedModel(Decoder(weights), kv_tokens=512, vocab_size=vocab_size, kv_dtype=torch.float32)
+    return CachedModel(Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=vocab_size, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -67,6 +67,20 @@ def test_logits_of_every_family(kind: str, tmp_path: Path) -> None:
         expected = oracle(torch.tensor([IDS])).logits[0]
     got = load(tmp_path).forward([Feed(0, IDS, 0, 0)])
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("kv_dtype", "loss"), [(torch.bfloat16, 0.03), (torch.int8, 0.03)], ids=str)
+def test_a_smaller_cache_costs_little(kind: str, kv_dtype: torch.dtype, loss: float, tmp_path: Path) -> None:
+    """Logits of order one, three layers, half a step of 1/127 or 2^-8 for every number in the cache: 0.01 was seen."""
+    build_tiny(kind, tmp_path)
+    exact, small = load(tmp_path).forward([Feed(0, IDS, 0, 0)]), load(tmp_path, kv_dtype=kv_dtype)
+    got = small.forward([Feed(0, IDS, 0, 0)])
+    assert 1e-5 < float((got - exact).abs().max()) < loss
+    small.fork(0, 1)
+    small.truncate(1, 60)
+    again = small.forward([Feed(1, IDS[60:], 60, 0)])  # on a copy of the half-filled block, scales and all
+    torch.testing.assert_close(again, got[60:], rtol=1e-4, atol=loss)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -14,7 +14,7 @@ from bitdraft.errors import FormatError, ModelFileError, NumericsError, UsageErr
 from bitdraft.formats import Recipe, get_format
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Checkpoint, Weights, open_checkpoint
-from bitdraft.models.decoder import Decoder
+from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.quantize import awq, calibrate
 from bitdraft.quantize.awq import READERS, fold_layer
 from bitdraft.quantize.calibrate import MAX_TOKENS, MIN_TOKENS, ActivationStats, collect, count_tokens
@@ -64,7 +64,7 @@ def with_salient_channels(name: str, tensor: Tensor) -> Tensor:
 
 
 def logits(weights: Weights, ids: Sequence[int] = IDS) -> Tensor:
-    model = CachedModel(Decoder(weights), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32)
+    model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32)
     return model.forward([Feed(0, ids, 0, 0)])
 
 
@@ -148,7 +148,7 @@ def test_a_calibration_set_is_read_up_to_its_limit() -> None:
 def test_collecting_sees_every_token_once_in_its_own_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts in chunks, texts longer than the context and a set longer than the limit: as if each window ran alone."""
     source = checkpoint(tmp_path)
-    decoder = Decoder(quantize(source, Recipe.parse("f32"), rng=rng()))
+    decoder = Decoder(prepare_model(quantize(source, Recipe.parse("f32"), rng=rng())))
     long = [int(i) for i in rng(9).integers(0, 256, 300)]
     windows = [TEXTS[0], long[:128], long[128:256], long[256:], TEXTS[1][:20]]
     monkeypatch.setattr(calibrate, "MAX_TOKENS", sum(map(len, windows)))
@@ -240,7 +240,7 @@ def test_folding_changes_nothing_but_the_rounding(
     monkeypatch.setattr(awq, "best_scale", lambda weights, rows, magnitude, form: magnitude.pow(0.7))
     source = Altered(checkpoint(tmp_path, family, num_kv_heads=kv_heads), with_salient_channels)
     plain = quantize(source, Recipe.parse("f32"), rng=rng())
-    stats = collect(Decoder(plain), TEXTS, keep=64, group_size=32, rng=rng())
+    stats = collect(Decoder(prepare_model(plain)), TEXTS, keep=64, group_size=32, rng=rng())
     folded = Weights(plain.config, dict(plain.packed), dict(plain.tensors))
     for layer in range(plain.config.num_layers):
         prefix = f"model.layers.{layer}."

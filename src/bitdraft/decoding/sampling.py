@@ -103,14 +103,7 @@ def distribution(
         NumericsError: NaN or plus infinity among the logits, or no token left that can come out.
         UsageError: a logit bias for an id outside the vocabulary.
     """
-    if logits_V.dim() != 1 or logits_V.dtype not in (torch.float32, torch.float64):
-        raise ShapeError(
-            f"logits are {logits_V.dtype} {list(logits_V.shape)}. Expected [V], float32 or float64: convert them first."
-        )
-    peak = _peak(logits_V, history)
-    adjusted_V = _banned(_biased(_penalised(logits_V, params, history), params), params, history, ending_ids)
-    if adjusted_V is not logits_V:
-        peak = _peak(adjusted_V, history)
+    adjusted_V, peak = _adjusted(logits_V, params, history, ending_ids)
     if params.temperature == 0:
         probs_V = torch.zeros_like(adjusted_V)
         probs_V[torch.argmax(adjusted_V)] = 1
@@ -118,6 +111,17 @@ def distribution(
     # The peak becomes 0 before the division, so no temperature, however small, makes an infinity out of it.
     scaled_V = (adjusted_V - peak) / max(params.temperature, torch.finfo(adjusted_V.dtype).tiny)
     return _filtered(scaled_V, params)
+
+
+def greedy_token(
+    logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()
+) -> int:
+    """The token that `distribution` puts all its mass on at temperature 0, without writing the distribution down.
+
+    Args and errors are those of `distribution`.
+    """
+    assert params.temperature == 0
+    return int(torch.argmax(_adjusted(logits_V, params, history, ending_ids)[0]))
 
 
 def target_distributions(
@@ -150,6 +154,19 @@ def target_distributions(
         if i < len(draft_tokens):
             history = history.extended(draft_tokens[i])
     return probs
+
+
+def _adjusted(
+    logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int]
+) -> tuple[Tensor, float]:
+    """Logits after penalties, bias and bans, and the largest of them."""
+    if logits_V.dim() != 1 or logits_V.dtype not in (torch.float32, torch.float64):
+        raise ShapeError(
+            f"logits are {logits_V.dtype} {list(logits_V.shape)}. Expected [V], float32 or float64: convert them first."
+        )
+    peak = _peak(logits_V, history)
+    adjusted_V = _banned(_biased(_penalised(logits_V, params, history), params), params, history, ending_ids)
+    return adjusted_V, peak if adjusted_V is logits_V else _peak(adjusted_V, history)
 
 
 def _as_tensors(counts: Mapping[int, int]) -> tuple[Tensor, Tensor]:

@@ -62,6 +62,9 @@ def token_at(probs_V: Tensor, uniform: float) -> int:
     The sum is taken in float64, on the CPU and in order: adding 0 then changes nothing, so a token of probability 0
     has an empty interval. A parallel sum on an accelerator rounds neighbours differently and has no such promise.
     """
+    largest, place = probs_V.max(0)
+    if largest == 1 and int(torch.count_nonzero(probs_V)) == 1:  # a point mass, as at temperature 0: no sum to take
+        return int(place)
     cumulative_V = probs_V.detach().cpu().cumsum(0, dtype=torch.float64).numpy()
     total = cumulative_V[-1]
     # Rounding can make uniform * total reach the total; the last token that adds to the sum ends there.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
-from ..decoding.sampling import History, distribution
+from ..decoding.sampling import History, distribution, greedy_token
 from ..types import Feed, Proposal
+from .point_mass import point_masses
 
 
 class _Block:
@@ -19,7 +20,7 @@ class _Block:
     def __init__(self, row: DraftRow, budget: int) -> None:
         self.row, self.budget = row, budget
         self.tokens: list[int] = []
-        self.probs: list[Tensor] = []
+        self.probs: list[Tensor] = []  # stays empty for a point mass
         self.history: History = row.history
         self.open = budget > 0
 
@@ -43,12 +44,18 @@ class ModelDrafter:
         self._cached: dict[int, int] = {}
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
-        """Draft up to `row.budget` tokens after each row; `probs` is what each token was drawn from."""
+        """Draft up to `row.budget` tokens after each row; `probs` is what each token was drawn from.
+
+        If all rows are greedy, every token is a point mass: nothing of the size of the vocabulary is written down.
+        """
+        point_mass = all(row.sampling.temperature == 0 for row in rows)
         blocks = [_Block(row, self._budget(row)) for row in rows]
         while open_blocks := [block for block in blocks if block.open]:
             logits = self._model.forward([self._feed(block) for block in open_blocks])
             for block, logits_V in zip(open_blocks, logits, strict=True):
-                self._draw(block, logits_V)
+                self._draw(block, logits_V, point_mass)
+        if point_mass:
+            return point_masses([block.tokens for block in blocks])
         return _pack(blocks, self._model.vocab_size)
 
     def commit(self, request: int, length: int) -> None:
@@ -70,14 +77,19 @@ class ModelDrafter:
         self._cached[block.row.request] = start + len(new)
         return Feed(block.row.request, new, start, logits_from=len(new) - 1)
 
-    def _draw(self, block: _Block, logits_V: Tensor) -> None:
+    def _draw(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
         row, start = block.row, block.row.start
-        probs = distribution(logits_V, row.sampling, block.history, self._ending_ids(row))
-        token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
+        chosen = top = 1.0
+        if point_mass:
+            token = greedy_token(logits_V, row.sampling, block.history, self._ending_ids(row))
+        else:
+            probs = distribution(logits_V, row.sampling, block.history, self._ending_ids(row))
+            token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
+            block.probs.append(probs)
+            chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
-        block.probs.append(probs)
         block.history = block.history.extended(token)
-        stop = self._policy.stop_after(len(block.tokens), float(probs[token]), float(probs.max()))
+        stop = self._policy.stop_after(len(block.tokens), chosen, top)
         block.open = not (stop or len(block.tokens) == block.budget or token in self._ending_ids(row))
 
     def _ending_ids(self, row: DraftRow) -> frozenset[int]:

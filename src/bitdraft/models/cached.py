@@ -45,7 +45,8 @@ class CachedModel:
             vocab_size: width of the logits; a padded table is cut to it, a smaller one is filled up with -inf.
             usable: ids from here on have another meaning or none: their logits are -inf. None: all are usable.
             context_length: a smaller limit than the model's own.
-            kv_dtype: bfloat16, or float32 for an exact oracle.
+            kv_dtype: what keys and values are stored as: bfloat16; int8, with a scale per token and head, for half the
+                bytes; or float32 for an exact oracle.
         """
         config = decoder.config
         self.decoder = decoder

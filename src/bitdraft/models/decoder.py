@@ -6,16 +6,17 @@ scaled rotary frequencies (Llama 3). No cache policy here and no sampling: rows 
 Shape suffixes: R rows (tokens of all sequences of the call), D hidden size, K inputs of a layer, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops import KVLayer, Prepared, Ragged, Rotary
+from ..ops import KVCache, Layer, Prepared, Ragged, Rotary, Stack
 from ..ops.packed import concatenate
 from .checkpoint import Weights
+from .config import ModelConfig
 
 Observer = Callable[[int, str, Tensor], None]
 """Called with a layer's number, 'qkv', 'o', 'gate_up' or 'down', and the rows [R, K] that this linear layer reads,
@@ -23,18 +24,37 @@ before any rounding: how calibration sees true activations."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The prepared weights of one layer; None where a family has no such thing."""
+class PreparedModel:
+    """A model's weights in one format, in the layout that a backend multiplies by.
 
-    input_norm: Tensor
-    qkv: Prepared
-    qkv_bias: Tensor | None
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    o: Prepared
-    mlp_norm: Tensor
-    gate_up: Prepared
-    down: Prepared
+    Attributes:
+        config: the model's sizes.
+        layers: layer by layer.
+        final_norm: [D] float32.
+        head, embedding: [V, D]; the very same object where the head is tied.
+        packed_bytes: what the weights take in their packed form, a tied embedding counted once.
+    """
+
+    config: ModelConfig
+    layers: Stack
+    final_norm: Tensor
+    head: Prepared
+    embedding: Prepared
+    packed_bytes: int
+
+
+def prepare_model(weights: Weights) -> PreparedModel:
+    """Bring all weights of a model into the backend's layout."""
+    head = ops.prepare(weights.packed["lm_head"])
+    tied = weights.packed["model.embed_tokens"] is weights.packed["lm_head"]
+    return PreparedModel(
+        config=weights.config,
+        layers=Stack(_layer(weights, i) for i in range(weights.config.num_layers)),
+        final_norm=weights.tensors["model.norm.weight"],
+        head=head,
+        embedding=head if tied else ops.prepare(weights.packed["model.embed_tokens"]),
+        packed_bytes=weights.nbytes,
+    )
 
 
 class Decoder:
@@ -47,25 +67,22 @@ class Decoder:
         resident_bytes: what they take in this backend's layout.
     """
 
-    def __init__(self, weights: Weights) -> None:
-        self.config = weights.config
-        self.packed_bytes = weights.nbytes
-        self.layers = [_layer(weights, i) for i in range(self.config.num_layers)]
-        self.final_norm = weights.tensors["model.norm.weight"]
-        self.head = ops.prepare(weights.packed["lm_head"])
-        tied = weights.packed["model.embed_tokens"] is weights.packed["lm_head"]
-        self.embedding = self.head if tied else ops.prepare(weights.packed["model.embed_tokens"])
+    def __init__(self, model: PreparedModel) -> None:
+        self.config = model.config
+        self.packed_bytes = model.packed_bytes
+        self.layers = model.layers
+        self.final_norm, self.head, self.embedding = model.final_norm, model.head, model.embedding
         self._rotary = Rotary.make(0, self.config.head_dim, self.config.rope_theta)
-        prepared = [self.head, *([] if tied else [self.embedding])]
-        prepared += [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        self.resident_bytes = sum(w.values.numel() * w.values.element_size() for w in prepared)
+        tables = [self.head] if self.head is self.embedding else [self.head, self.embedding]
+        linear = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        self.resident_bytes = sum(w.resident_bytes for w in (*tables, *linear))
 
-    def hidden(self, batch: Ragged, kv: Sequence[KVLayer], observe: Observer | None = None) -> Tensor:
+    def hidden(self, batch: Ragged, kv: KVCache, observe: Observer | None = None) -> Tensor:
         """Run all layers over a ragged batch; its keys and values are written into the cache.
 
         Args:
             batch: the rows; `batch.slots` must be this call's alone.
-            kv: the cache, a `KVLayer` per layer.
+            kv: the cache, with as many layers.
             observe: sees the inputs of every linear layer.
 
         Returns:
@@ -74,6 +91,10 @@ class Decoder:
         config, eps = self.config, self.config.norm_eps
         rotary = self._rotary_for(int(batch.positions.max()) + 1)
         x_RD = ops.embed(batch.ids, self.embedding)
+        if observe is None:
+            whole = ops.run_layers(x_RD, self.layers, batch, rotary, kv, eps, config.sliding_window)
+            if whole is not None:
+                return whole
         for i, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
             qkv = ops.norm_linear(x_RD, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             q_RHC = ops.rope_append(qkv, batch, rotary, cache, layer.q_norm, layer.k_norm, eps)

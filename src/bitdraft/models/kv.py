@@ -7,7 +7,7 @@ write), so that no sequence sees another's tokens.
 import torch
 
 from ..errors import UsageError
-from ..ops import KVLayer
+from ..ops.batch import KVCache, KVLayer
 
 BLOCK_SIZE = 16
 """Tokens a block. Small enough that a short sequence wastes little, large enough that tables stay short."""
@@ -21,7 +21,7 @@ class BlockPool:
     """All KV blocks of one model.
 
     Attributes:
-        layers: one `KVLayer` per layer, keys and values [num_blocks, block_size, J, C].
+        layers: one `KVLayer` per layer.
         num_blocks, block_size: how many blocks, and tokens in each.
     """
 
@@ -34,10 +34,23 @@ class BlockPool:
         dtype: torch.dtype,
         block_size: int = BLOCK_SIZE,
     ) -> None:
-        shape = (num_blocks, block_size, kv_heads, head_dim)
-        self.layers = [
-            KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(num_layers)
-        ]
+        """Allocate the blocks.
+
+        Args:
+            num_layers, num_blocks, kv_heads, head_dim: the usual sizes.
+            dtype: what keys and values are stored as: float32, bfloat16, or int8 with a scale per token and head.
+            block_size: tokens a block; compiled kernels want the default.
+        """
+        blocks = (num_blocks, kv_heads)
+
+        def layer() -> KVLayer:
+            keys = torch.zeros(*blocks, head_dim, block_size, dtype=dtype)
+            values = torch.zeros(*blocks, block_size, head_dim, dtype=dtype)
+            if dtype != torch.int8:
+                return KVLayer(keys, values)
+            return KVLayer(keys, values, torch.zeros(*blocks, block_size), torch.zeros(*blocks, block_size))
+
+        self.layers = KVCache(layer() for _ in range(num_layers))
         self.num_blocks, self.block_size = num_blocks, block_size
         self._free = list(range(num_blocks))[::-1]
         self._users = [0] * num_blocks
@@ -82,8 +95,9 @@ class BlockPool:
         """A new block with the same contents."""
         new = self.take()
         for layer in self.layers:
-            layer.keys[new] = layer.keys[block]
-            layer.values[new] = layer.values[block]
+            for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+                if tensor is not None:
+                    tensor[new] = tensor[block]
         return new
 
 

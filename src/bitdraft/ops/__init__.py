@@ -13,17 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
 from . import native, reference
-from .batch import KVLayer, Ragged, Rotary
-from .packed import Packed, Prepared
+from .batch import KVCache, KVLayer, Ragged, Rotary
+from .checks import check, check_batch, check_kv, check_rotary, check_rows, check_vector
+from .packed import Layer, Packed, Prepared, Stack
 
 __all__ = [
+    "KVCache",
     "KVLayer",
+    "Layer",
     "Packed",
     "Prepared",
     "Ragged",
     "Rotary",
+    "Stack",
     "attention",
     "embed",
     "gated_inputs",
@@ -34,35 +37,12 @@ __all__ = [
     "prepare",
     "rms_norm",
     "rope_append",
+    "run_layers",
 ]
 
 
 def _version(operation: str) -> Callable[..., Any]:
     return native.find(operation) or getattr(reference, operation)
-
-
-def _check(ok: bool, operation: str, given: str, expected: str) -> None:
-    if not ok:
-        raise ShapeError(f"{operation}: given {given}. Expected {expected}.")
-
-
-def _check_rows(operation: str, name: str, x: Tensor, width: int) -> None:
-    _check(
-        x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32 and x.is_contiguous(),
-        operation,
-        f"{name} {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}",
-        f"contiguous float32 rows of {width}",
-    )
-
-
-def _check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None:
-    if v is not None:
-        _check(
-            v.shape == (size,) and v.dtype == torch.float32,
-            operation,
-            f"{name} {v.dtype} {list(v.shape)}",
-            f"float32 [{size}]",
-        )
 
 
 def prepare(packed: Packed) -> Prepared:
@@ -80,12 +60,12 @@ def embed(ids_R: Tensor, table: Prepared) -> Tensor:
     Returns:
         [R, D] float32.
     """
-    _check(
+    check(
         ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]"
     )
     if len(ids_R):
         low, high = int(ids_R.min()), int(ids_R.max())
-        _check(
+        check(
             low >= 0 and high < table.shape[0],
             "embed",
             f"ids from {low} to {high}",
@@ -96,7 +76,7 @@ def embed(ids_R: Tensor, table: Prepared) -> Tensor:
 
 def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
     """Divide each row by its root mean square and scale it: [R, D] float32 -> the same (1910.07467)."""
-    _check_rows("rms_norm", "x", x_RD, norm_D.shape[0])
+    check_rows("rms_norm", "x", x_RD, norm_D.shape[0])
     return reference.rms_norm(x_RD, norm_D, eps)
 
 
@@ -114,27 +94,27 @@ def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: Prepared, bias
         [R, N] float32.
     """
     N, D = weight.shape
-    _check_rows("norm_linear", "x", x_RD, D)
-    _check_vector("norm_linear", "norm", norm_D, D)
-    _check_vector("norm_linear", "bias", bias_N, N)
+    check_rows("norm_linear", "x", x_RD, D)
+    check_vector("norm_linear", "norm", norm_D, D)
+    check_vector("norm_linear", "bias", bias_N, N)
     return _version("norm_linear")(x_RD, norm_D, eps, weight, bias_N)  # type: ignore[no-any-return]
 
 
 def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
     """`residual + x @ weight.T`, inputs rounded as the weight's format says: [R, K], [N, K], [R, N] -> [R, N]."""
     N, K = weight.shape
-    _check_rows("linear_add", "x", x_RK, K)
-    _check_rows("linear_add", "residual", residual_RN, N)
-    _check(
+    check_rows("linear_add", "x", x_RK, K)
+    check_rows("linear_add", "residual", residual_RN, N)
+    check(
         len(x_RK) == len(residual_RN), "linear_add", f"{len(x_RK)} rows of x, {len(residual_RN)} of residual", "as many"
     )
     return _version("linear_add")(x_RK, weight, residual_RN)  # type: ignore[no-any-return]
 
 
 def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) -> None:
-    _check_rows(operation, "x", x_RD, gate_up.shape[1])
-    _check_vector(operation, "norm", norm_D, gate_up.shape[1])
-    _check(
+    check_rows(operation, "x", x_RD, gate_up.shape[1])
+    check_vector(operation, "norm", norm_D, gate_up.shape[1])
+    check(
         gate_up.shape[0] % 2 == 0,
         operation,
         f"gate_up of {gate_up.shape[0]} outputs",
@@ -145,7 +125,7 @@ def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) 
 def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
     """The rows that the down projection of `gated_mlp` reads, [R, M] float32, for calibration."""
     _check_mlp("gated_inputs", x_RD, norm_D, gate_up)
-    return reference.gated_inputs(x_RD, norm_D, eps, gate_up)
+    return _version("gated_inputs")(x_RD, norm_D, eps, gate_up)  # type: ignore[no-any-return]
 
 
 def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down: Prepared) -> Tensor:
@@ -163,14 +143,14 @@ def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down:
     """
     _check_mlp("gated_mlp", x_RD, norm_D, gate_up)
     expected = (gate_up.shape[1], gate_up.shape[0] // 2)
-    _check(down.shape == expected, "gated_mlp", f"down of shape {list(down.shape)}", f"{list(expected)}")
+    check(down.shape == expected, "gated_mlp", f"down of shape {list(down.shape)}", f"{list(expected)}")
     return _version("gated_mlp")(x_RD, norm_D, eps, gate_up, down)  # type: ignore[no-any-return]
 
 
 def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared) -> Tensor:
     """Final RMSNorm and output head: [R, D] float32 -> [R, V] float32."""
-    _check_rows("logits", "x", x_RD, head.shape[1])
-    _check_vector("logits", "norm", norm_D, head.shape[1])
+    check_rows("logits", "x", x_RD, head.shape[1])
+    check_vector("logits", "norm", norm_D, head.shape[1])
     return _version("logits")(x_RD, norm_D, eps, head)  # type: ignore[no-any-return]
 
 
@@ -196,27 +176,23 @@ def rope_append(
     Returns:
         rotated queries, [R, H, C] float32.
     """
-    blocks, block_size, J, C = kv.keys.shape
-    heads, odd = divmod(qkv_RN.shape[1], C)
-    _check(
+    check_kv("rope_append", kv)
+    J, C = kv.kv_heads, kv.head_dim
+    heads, odd = divmod(qkv_RN.shape[-1], C)
+    check(
         odd == 0 and heads > 2 * J and (heads - 2 * J) % J == 0,
         "rope_append",
-        f"qkv of width {qkv_RN.shape[1]}",
+        f"qkv of width {qkv_RN.shape[-1]}",
         f"(H + 2 * {J}) * {C} with H a multiple of {J}",
     )
-    _check_rows("rope_append", "qkv", qkv_RN, qkv_RN.shape[1])
-    _check_vector("rope_append", "q_norm", q_norm_C, C)
-    _check_vector("rope_append", "k_norm", k_norm_C, C)
-    _check(
-        len(qkv_RN) == len(batch.positions),
-        "rope_append",
-        f"{len(qkv_RN)} rows",
-        f"{len(batch.positions)}, as the batch",
+    check_rows("rope_append", "qkv", qkv_RN, heads * C)
+    check(
+        (q_norm_C is None) == (k_norm_C is None), "rope_append", "a norm for one of q and k", "norms for both or none"
     )
-    if len(qkv_RN):
-        last, slot = int(batch.positions.max()), int(batch.slots.max())
-        _check(last < len(rotary.cos), "rope_append", f"position {last}", f"positions below {len(rotary.cos)}")
-        _check(slot < blocks * block_size, "rope_append", f"slot {slot}", f"slots below {blocks * block_size}")
+    check_vector("rope_append", "q_norm", q_norm_C, C)
+    check_vector("rope_append", "k_norm", k_norm_C, C)
+    check_batch("rope_append", batch, kv, len(qkv_RN))
+    check_rotary("rope_append", batch, rotary, C)
     return _version("rope_append")(qkv_RN, batch, rotary, kv, q_norm_C, k_norm_C, eps)  # type: ignore[no-any-return]
 
 
@@ -235,17 +211,53 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = No
     Returns:
         [R, H * C] float32.
     """
-    J, C = kv.keys.shape[-2:]
-    _check(
-        q_RHC.ndim == 3 and q_RHC.shape[2] == C and q_RHC.shape[1] % J == 0,
+    check_kv("attention", kv)
+    J, C = kv.kv_heads, kv.head_dim
+    check(
+        q_RHC.ndim == 3 and q_RHC.shape[2] == C and q_RHC.shape[1] > 0 and q_RHC.shape[1] % J == 0,
         "attention",
         f"q of shape {list(q_RHC.shape)}",
         f"[R, a multiple of {J}, {C}]",
     )
-    _check(
-        sum(batch.row_counts) == len(q_RHC) and len(batch.row_counts) == len(batch.tables) == len(batch.lengths),
+    check(
+        q_RHC.dtype == torch.float32 and q_RHC.is_contiguous(),
         "attention",
-        f"{len(q_RHC)} rows, counts {batch.row_counts}, {len(batch.tables)} tables, {len(batch.lengths)} lengths",
-        "counts that sum to the rows, and a table and a length for each",
+        f"q {q_RHC.dtype}{'' if q_RHC.is_contiguous() else ', not contiguous'}",
+        "contiguous float32",
     )
+    check(window is None or window > 0, "attention", f"a window of {window}", "one of at least a position, or none")
+    check_batch("attention", batch, kv, len(q_RHC))
     return _version("attention")(q_RHC, batch, kv, window)  # type: ignore[no-any-return]
+
+
+def run_layers(
+    x_RD: Tensor,
+    layers: Stack,
+    batch: Ragged,
+    rotary: Rotary,
+    cache: KVCache,
+    eps: float,
+    window: int | None = None,
+) -> Tensor | None:
+    """All layers of a decoder in one call, where a backend has that: the same operations, and the same bits.
+
+    Args:
+        x_RD: embedded rows, [R, D] float32.
+        layers: their weights.
+        batch: the rows' places.
+        rotary: angles for at least every position of the batch.
+        cache: a `KVLayer` for each layer, all of one shape; changed in place at `batch.slots`.
+        eps: of every norm.
+        window: positions that a row sees, itself included; None for all.
+
+    Returns:
+        residual rows after the last layer, [R, D] float32; None if the backend runs operation by operation only.
+    """
+    run = native.find("run_layers")
+    if run is None:
+        return None
+    check(len(layers) == len(cache) > 0, "run_layers", f"{len(layers)} layers and {len(cache)} of the cache", "as many")
+    check_rows("run_layers", "x", x_RD, layers[0].qkv.shape[1])
+    check_batch("run_layers", batch, cache[0], len(x_RD))
+    check_rotary("run_layers", batch, rotary, cache[0].head_dim)
+    return run(x_RD, layers, batch, rotary, cache, eps, window)  # type: ignore[no-any-return]

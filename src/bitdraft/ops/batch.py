@@ -5,6 +5,7 @@ Shape suffixes: R rows (tokens of all sequences of the call), S sequences, J KV 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,41 @@ class KVLayer:
     """One layer's share of the pool of KV blocks.
 
     Attributes:
-        keys, values: [blocks, block size, J, C], bfloat16 or float32; keys are stored rotated.
+        keys: [blocks, J, C, block size], float32, bfloat16 or int8; stored rotated, tokens innermost.
+        values: [blocks, J, block size, C], of the same dtype.
+        key_scales, value_scales: [blocks, J, block size] float32, what the codes of a token and head are to be
+            multiplied by; None unless the codes are int8.
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """J."""
+        return self.keys.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        """C."""
+        return self.keys.shape[2]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self.keys.shape[3]
+
+
+class KVCache(tuple[KVLayer, ...]):
+    """The blocks of all layers of a model.
+
+    Attributes:
+        compiled: what a backend derives from them once, at first use.
+    """
+
+    compiled: Any = None
 
 
 @dataclass(frozen=True)

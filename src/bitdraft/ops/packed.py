@@ -1,11 +1,11 @@
-"""Weights as the operations see them: packed as a format stores them, and prepared as a backend multiplies by them.
+"""Weights as the operations see them: packed as a format stores them, prepared as a backend multiplies by them.
 
 Shape suffixes: N outputs (rows), K inputs (columns), G groups along K.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -53,24 +53,61 @@ class Packed:
         return size
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A weight in the layout of the reference backend: the very values that the format stands for, in FP32.
-
-    Attributes:
-        values: [N, K] float32.
-        activation: how inputs are rounded before they meet this weight.
-        packed_bytes: what the weight takes in its packed form.
-    """
-
-    values: Tensor
-    activation: Activation
-    packed_bytes: int
+class Prepared(Protocol):
+    """A weight in the layout that a backend multiplies by; only that backend looks inside."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
-        return self.values.shape[0], self.values.shape[1]
+        ...
+
+    @property
+    def activation(self) -> Activation:
+        """How inputs are rounded before they meet this weight."""
+        ...
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the weight takes in its packed form."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that it takes in this layout."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The prepared weights of one decoder layer; None where a family has no such thing.
+
+    Attributes:
+        input_norm, mlp_norm: [D] float32.
+        qkv: the query heads' rows, then the key heads', then the value heads', [(H + 2 J) C, D]; its bias as long.
+        q_norm, k_norm: per-head norms, [C] float32 (Qwen3).
+        o: [D, H C].
+        gate_up, down: [2 M, D], the gate's rows first, and [D, M].
+    """
+
+    input_norm: Tensor
+    qkv: Prepared
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Prepared
+    mlp_norm: Tensor
+    gate_up: Prepared
+    down: Prepared
+
+
+class Stack(tuple[Layer, ...]):
+    """A model's layers, in order.
+
+    Attributes:
+        compiled: what a backend derives from them once, at first use.
+    """
+
+    compiled: Any = None
 
 
 def concatenate(parts: Sequence[Packed]) -> Packed:

@@ -7,21 +7,48 @@ Shape suffixes: R rows (tokens of all sequences of the call), S sequences, D hid
 H query heads, J KV heads, C head dimension, L tokens in a sequence's KV, V vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .batch import KVLayer, Ragged, Rotary
 from .encoding import dequantize, round_activations
-from .packed import Packed, Prepared
+from .packed import Activation, Packed
 
 
-def prepare(packed: Packed) -> Prepared:
+@dataclass(frozen=True)
+class DecodedWeight:
+    """A weight in the reference's layout: the very values that its format stands for.
+
+    Attributes:
+        values: [N, K] float32.
+        activation: how inputs are rounded before they meet this weight.
+        packed_bytes: what the weight takes in its packed form.
+    """
+
+    values: Tensor
+    activation: Activation
+    packed_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that the values take."""
+        return 4 * self.values.numel()
+
+
+def prepare(packed: Packed) -> DecodedWeight:
     """Decode a weight once, at load, into the FP32 values it stands for."""
-    return Prepared(dequantize(packed), packed.activation, packed.nbytes)
+    return DecodedWeight(dequantize(packed), packed.activation, packed.nbytes)
 
 
-def _matmul(x_RK: Tensor, weight: Prepared) -> Tensor:
+def _matmul(x_RK: Tensor, weight: DecodedWeight) -> Tensor:
     x_RK = round_activations(x_RK, weight.activation)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         # torch sends FP32 products to MKL, which is 1.5 to 2.8 times slower than oneDNN for 1 to 256 rows on processors
@@ -30,7 +57,7 @@ def _matmul(x_RK: Tensor, weight: Prepared) -> Tensor:
     return functional.linear(x_RK, weight.values)
 
 
-def embed(ids_R: Tensor, table: Prepared) -> Tensor:
+def embed(ids_R: Tensor, table: DecodedWeight) -> Tensor:
     """Rows of the embedding table."""
     return table.values[ids_R]
 
@@ -40,29 +67,29 @@ def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
     return x_RD * torch.rsqrt(x_RD.square().mean(-1, keepdim=True) + eps) * norm_D
 
 
-def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: Prepared, bias_N: Tensor | None) -> Tensor:
+def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: DecodedWeight, bias_N: Tensor | None) -> Tensor:
     """RMSNorm, rounding of the inputs, matmul, bias."""
     y_RN = _matmul(rms_norm(x_RD, norm_D, eps), weight)
     return y_RN if bias_N is None else y_RN + bias_N
 
 
-def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
+def linear_add(x_RK: Tensor, weight: DecodedWeight, residual_RN: Tensor) -> Tensor:
     """Rounding of the inputs, matmul, residual."""
     return residual_RN + _matmul(x_RK, weight)
 
 
-def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
+def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: DecodedWeight) -> Tensor:
     """`silu(gate) * up` of the normalised rows: what the down projection of `gated_mlp` reads."""
     gate, up = _matmul(rms_norm(x_RD, norm_D, eps), gate_up).chunk(2, dim=-1)
     return functional.silu(gate) * up
 
 
-def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down: Prepared) -> Tensor:
+def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: DecodedWeight, down: DecodedWeight) -> Tensor:
     """`x + down(silu(gate) * up)` (Shazeer, 2002.05202, SwiGLU)."""
     return linear_add(gated_inputs(x_RD, norm_D, eps, gate_up), down, x_RD)
 
 
-def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared) -> Tensor:
+def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: DecodedWeight) -> Tensor:
     """Final RMSNorm and the output head."""
     return norm_linear(x_RD, norm_D, eps, head, None)
 
@@ -83,16 +110,40 @@ def rope_append(
     eps: float,
 ) -> Tensor:
     """Split q, k, v; normalise q and k per head where asked; rotate them in FP32; write k and v to the cache."""
-    head_dim, kv_heads = kv.keys.shape[-1], kv.keys.shape[-2]
-    heads = qkv_RN.shape[1] // head_dim
-    x_RHC = qkv_RN.view(-1, heads, head_dim)
-    q, k, v = torch.split(x_RHC, [heads - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    heads = qkv_RN.shape[1] // kv.head_dim
+    x_RHC = qkv_RN.view(-1, heads, kv.head_dim)
+    q, k, v = torch.split(x_RHC, [heads - 2 * kv.kv_heads, kv.kv_heads, kv.kv_heads], dim=1)
     if q_norm_C is not None and k_norm_C is not None:
         q, k = rms_norm(q, q_norm_C, eps), rms_norm(k, k_norm_C, eps)
     cos, sin = rotary.cos[batch.positions], rotary.sin[batch.positions]
-    kv.keys.flatten(0, 1)[batch.slots] = _rotate(k, cos, sin).to(kv.keys.dtype)
-    kv.values.flatten(0, 1)[batch.slots] = v.to(kv.values.dtype)
+    _write(kv, batch.slots, _rotate(k, cos, sin), v)
     return _rotate(q, cos, sin)
+
+
+def _write(kv: KVLayer, slots_R: Tensor, keys_RJC: Tensor, values_RJC: Tensor) -> None:
+    """Keys and values to their slots; for int8, each vector is divided by its largest magnitude over 127 and rounded."""
+    block_R, offset_R = slots_R // kv.block_size, slots_R % kv.block_size
+    if kv.key_scales is not None and kv.value_scales is not None:
+        keys_RJC, kv.key_scales[block_R, :, offset_R] = _int8_codes(keys_RJC)
+        values_RJC, kv.value_scales[block_R, :, offset_R] = _int8_codes(values_RJC)
+    kv.keys[block_R, :, :, offset_R] = keys_RJC.to(kv.keys.dtype)
+    kv.values[block_R, :, offset_R] = values_RJC.to(kv.values.dtype)
+
+
+def _int8_codes(x_RJC: Tensor) -> tuple[Tensor, Tensor]:
+    scale_RJ = x_RJC.abs().amax(-1) / 127
+    scale_RJ = torch.where(scale_RJ == 0, 1.0, scale_RJ)  # also where the quotient is too small for FP32
+    return (x_RJC / scale_RJ[..., None]).round().clamp(-127, 127), scale_RJ
+
+
+def _read(kv: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first `length` tokens of a sequence, [L, J, C] float32 both."""
+    keys_LJC = kv.keys[table].permute(0, 3, 1, 2).flatten(0, 1)[:length].float()
+    values_LJC = kv.values[table].permute(0, 2, 1, 3).flatten(0, 1)[:length].float()
+    if kv.key_scales is not None and kv.value_scales is not None:
+        keys_LJC = keys_LJC * kv.key_scales[table].transpose(1, 2).flatten(0, 1)[:length, :, None]
+        values_LJC = values_LJC * kv.value_scales[table].transpose(1, 2).flatten(0, 1)[:length, :, None]
+    return keys_LJC, values_LJC
 
 
 def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> Tensor:
@@ -101,8 +152,7 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> 
     row = 0
     for count, table, length in zip(batch.row_counts, batch.tables, batch.lengths, strict=True):
         rows = slice(row, row + count)
-        keys_LJC = kv.keys[table].flatten(0, 1)[:length].float()
-        values_LJC = kv.values[table].flatten(0, 1)[:length].float()
+        keys_LJC, values_LJC = _read(kv, table, length)
         out_RN[rows] = _attend(q_RHC[rows], keys_LJC, values_LJC, batch.positions[rows], window)
         row += count
     return out_RN

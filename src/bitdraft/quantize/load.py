@@ -11,9 +11,10 @@ from ..formats import Recipe
 from ..models import hub
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, PreparedModel, prepare_model
 from ..models.tokenizer import Tokenizer, check_pair
-from .pipeline import quantize
+from .pipeline import check_layers, quantize
+from .store import Store, key_of
 
 Progress = Callable[[int, int | None, str], None]
 """Called with (done, total or None, what is being done)."""
@@ -56,6 +57,8 @@ def load_model(
     target: Source | None = None,
     context_length: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
+    kv_dtype: torch.dtype | None = None,
+    use_cache: bool = True,
     progress: Progress | None = None,
 ) -> CachedModel:
     """A model in `recipe` with a KV cache, for a target or a draft.
@@ -69,19 +72,40 @@ def load_model(
             Ids that the target's tokenizer does not know are never emitted.
         context_length: a smaller limit than the model's own.
         calibration: token ids of texts, for recipes that need them.
+        kv_dtype: what keys and values are stored as, see `CachedModel`; None for bfloat16, or float32 beside float32
+            activations.
+        use_cache: read repacked weights from disk where they were kept, and keep them.
         progress: called while weights are quantised.
 
     Raises:
         PairError: the vocabularies of draft and target differ in meaning.
     """
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
-    weights = quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress)
     return CachedModel(
-        Decoder(weights),
+        Decoder(_prepared(source, recipe, rng, calibration, use_cache, progress)),
         kv_tokens=kv_tokens,
         vocab_size=(target or source).tokenizer.vocab_size,
         usable=shared,
         context_length=context_length,
         # Only the oracle format keeps more of keys and values than bfloat16 does.
-        kv_dtype=torch.float32 if recipe.format.activation == "f32" else torch.bfloat16,
+        kv_dtype=kv_dtype or (torch.float32 if recipe.format.activation == "f32" else torch.bfloat16),
     )
+
+
+def _prepared(
+    source: Source,
+    recipe: Recipe,
+    rng: np.random.Generator,
+    calibration: Sequence[Sequence[int]] | None,
+    use_cache: bool,
+    progress: Progress | None,
+) -> PreparedModel:
+    check_layers(source.checkpoint, recipe)
+    store = Store(source.path, recipe, key_of(source.path, recipe, calibration, rng)) if use_cache else None
+    kept = store.load() if store else None
+    if kept:
+        return kept
+    made = prepare_model(quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress))
+    if store:
+        store.save(made)
+    return made

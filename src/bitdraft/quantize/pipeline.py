@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import FormatError, ModelFileError, UsageError
 from ..formats import Recipe, get_format
 from ..models.checkpoint import Checkpoint, Weights
-from ..models.decoder import Decoder
+from ..models.decoder import Decoder, prepare_model
 from ..ops.packed import Packed
 from .awq import READERS, fold_layer, round_layer
 from .calibrate import ActivationStats, collect, count_tokens
@@ -138,5 +138,5 @@ def _calibrated(
             f"{recipe.format.name}."
         )
     count_tokens(calibration)  # refuses a short one before the model is read
-    decoder = Decoder(quantize(source, Recipe.parse("f32"), rng=rng))
+    decoder = Decoder(prepare_model(quantize(source, Recipe.parse("f32"), rng=rng)))
     return collect(decoder, calibration, keep=KEPT_ROWS, group_size=group_size, rng=rng, progress=progress)

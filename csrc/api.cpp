@@ -1,0 +1,307 @@
+// The C interface: looks at what it was given, then calls the operations.
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+struct bd_pool {
+  bd::Pool pool;
+  bd_pool(const bd::Kernels &kernels, int threads) : pool(kernels, threads) {}
+};
+
+namespace {
+
+thread_local std::string last_error;
+
+struct Refused {
+  int code;
+};
+
+[[noreturn]] void refuse(int code, const std::string &message) {
+  last_error = message;
+  throw Refused{code};
+}
+
+void need(bool ok, int code, const char *what) {
+  if (!ok) refuse(code, what);
+}
+
+void need_floats(const void *p, const char *name) {
+  if (!p) refuse(BD_E_POINTER, std::string(name) + ": a null pointer. Expected a buffer.");
+  if ((uintptr_t)p % 4) refuse(BD_E_POINTER, std::string(name) + ": a buffer that is not 4-byte aligned. Expected float32.");
+}
+
+void need_grid(const bd_weight &w) {
+  const bool ok = w.codec >= 0 && w.codec < BD_CODECS && w.grid >= 0 && w.grid < BD_GRIDS && w.outputs > 0 && w.inputs > 0 &&
+                  w.activation >= 0 && w.activation < BD_ACTIVATIONS;
+  need(ok, BD_E_SHAPE, "a weight of an unknown codec, grid or activation, or of no size.");
+  const bool floats = w.codec <= BD_E5M2;
+  need(!(floats && w.grid != BD_GRID_NONE), BD_E_SHAPE, "a weight of floats with scales for groups. Expected none.");
+  need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
+  if (w.grid == BD_GRID_NONE) {
+    need(floats || w.codec == BD_INT8, BD_E_SHAPE, "integer codes below 8 bits without scales. Expected a grid.");
+    return;
+  }
+  const bool unit = w.grid == BD_GRID_K || w.grid == BD_GRID_K16;  // their groups are 256 inputs, whatever `group` says
+  const bool fits = unit ? w.inputs % 256 == 0 : w.group >= 32 && w.group % 32 == 0 && w.inputs % w.group == 0;
+  need(fits, BD_E_SHAPE, "a group size that is no multiple of 32 or does not divide the inputs.");
+}
+
+void need_weight(const bd_weight *w, const char *name) {
+  if (!w) refuse(BD_E_POINTER, std::string(name) + ": a null pointer. Expected a weight.");
+  need_grid(*w);
+  if (!w->panels || (uintptr_t)w->panels % 64)
+    refuse(BD_E_POINTER, std::string(name) + ": panels that are null or not 64-byte aligned.");
+}
+
+void need_kv(const bd_kv *kv) {
+  need(kv && kv->keys && kv->values, BD_E_POINTER, "kv: a null pointer. Expected keys and values.");
+  need(kv->dtype >= BD_KV_F32 && kv->dtype <= BD_KV_INT8, BD_E_SHAPE, "kv: an unknown dtype.");
+  need(kv->dtype != BD_KV_INT8 || (kv->key_scales && kv->value_scales), BD_E_POINTER, "kv: int8 codes without their scales.");
+}
+
+void need_batch(const bd_batch *batch, const bd_attention *shape) {
+  need(batch && shape, BD_E_POINTER, "a null pointer. Expected a batch and the shape of attention.");
+  need(shape->heads > 0 && shape->kv_heads > 0 && shape->heads % shape->kv_heads == 0 && shape->head_dim > 0 &&
+           shape->head_dim % 2 == 0,
+       BD_E_SHAPE, "heads that are no multiple of the KV heads, or an odd head dimension.");
+}
+
+// Run an operation; turn what it throws into a code.
+template <class Body> int guarded(Body body) {
+  try {
+    body();
+    return BD_OK;
+  } catch (const Refused &refused) {
+    return refused.code;
+  } catch (const std::bad_alloc &) {
+    last_error = "out of memory for intermediate values. Expected some; feed fewer rows at once.";
+    return BD_E_MEMORY;
+  }
+}
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+extern "C" {
+
+int bd_abi(void) { return BD_ABI; }
+const char *bd_error(void) { return last_error.c_str(); }
+
+bd_pool *bd_pool_new(const char *isa, int threads) {
+  const bd::Kernels *kernels = bd::find_kernels(isa ? isa : "");
+  if (!kernels) {
+    last_error = std::string("instruction set ") + isa + ". Expected one that this machine runs: " + bd_isas() + ".";
+    return nullptr;
+  }
+  try {
+    return new bd_pool(*kernels, threads < 1 ? 1 : threads);
+  } catch (const std::exception &error) {
+    last_error = error.what();
+    return nullptr;
+  }
+}
+void bd_pool_free(bd_pool *pool) { delete pool; }
+int bd_pool_threads(const bd_pool *pool) { return pool->pool.threads(); }
+const char *bd_pool_isa(const bd_pool *pool) { return pool->pool.kernels().name; }
+
+int64_t bd_weight_bytes(int codec, int grid, int group, int64_t outputs, int64_t inputs) {
+  const bd::Layout l(codec, grid, group, outputs, inputs);
+  return l.panels * l.panel_bytes;
+}
+
+int bd_pack(bd_pool *pool, bd_weight *w, uint8_t *panels, const void *codes, const float *scales, const uint8_t *zeros) {
+  return guarded([&] {
+    w->panels = panels;
+    need_weight(w, "weight");
+    need(codes, BD_E_POINTER, "codes: a null pointer. Expected a buffer.");
+    need(w->grid != BD_GRID_SYM || scales, BD_E_POINTER, "scales: a null pointer. Expected one for each group.");
+    need(w->grid != BD_GRID_ASYM || (scales && zeros), BD_E_POINTER, "zeros: a null pointer. Expected one for each group.");
+    bd::pack(pool->pool, *w, panels, static_cast<const uint8_t *>(codes), scales, zeros);
+  });
+}
+
+int bd_gguf_form(int type, bd_weight *w) {
+  return bd::gguf_form(type, w->inputs, w->codec, w->grid, w->group) ? BD_OK : BD_E_SHAPE;
+}
+
+int bd_pack_gguf(bd_pool *pool, bd_weight *w, uint8_t *panels, int type, const uint8_t *blocks) {
+  return guarded([&] {
+    need(bd_gguf_form(type, w) == BD_OK, BD_E_SHAPE, "a GGUF tensor type that is not read, or inputs that are no whole blocks.");
+    w->panels = panels;
+    need_weight(w, "weight");
+    need(blocks, BD_E_POINTER, "blocks: a null pointer. Expected a buffer.");
+    bd::pack_gguf(pool->pool, *w, panels, type, blocks);
+  });
+}
+
+int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64_t count, float *out) {
+  return guarded([&] {
+    need_weight(w, "table");
+    need_floats(out, "out");
+    for (int64_t i = 0; i < count; i++) need(rows[i] >= 0 && rows[i] < w->outputs, BD_E_SHAPE, "a row outside the table.");
+    const bd::Layout l(*w);
+    pool->pool.run([&](bd::Team &team) {
+      team.share(count, 1, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) team.kernels().unpack_row(*w, l, rows[i], out + i * w->inputs);
+      });
+    });
+  });
+}
+
+int bd_norm_linear(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *w,
+                   const float *bias, float *out) {
+  return guarded([&] {
+    if (rows == 0) return;
+    need_weight(w, "weight");
+    need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
+    bd::Rounded room;
+    auto carve = [&](uint8_t *base) {
+      bd::Carver memory(base);
+      room = bd::carve_rounded(memory, rows, w->inputs);
+      return memory.bytes();
+    };
+    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
+    pool->pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, norm, eps, *w, bias, nullptr, out); });
+  });
+}
+
+int bd_linear_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *w, const float *residual, float *out) {
+  return guarded([&] {
+    if (rows == 0) return;
+    need_weight(w, "weight");
+    need_floats(x, "x"), need_floats(residual, "residual"), need_floats(out, "out");
+    bd::Rounded room;
+    auto carve = [&](uint8_t *base) {
+      bd::Carver memory(base);
+      room = bd::carve_rounded(memory, rows, w->inputs);
+      return memory.bytes();
+    };
+    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
+    pool->pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, nullptr, 0, *w, nullptr, residual, out); });
+  });
+}
+
+int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *gate_up,
+                 const bd_weight *down, float *out) {
+  return guarded([&] {
+    if (rows == 0) return;
+    need_weight(gate_up, "gate_up");
+    if (down) need_weight(down, "down");
+    need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
+    const int64_t M = gate_up->outputs / 2;
+    bd::Rounded room;
+    float *inner = nullptr, *pair = nullptr;
+    auto carve = [&](uint8_t *base) {
+      bd::Carver memory(base);
+      room = bd::carve_rounded(memory, rows, M > gate_up->inputs ? M : gate_up->inputs);
+      inner = memory.take<float>(rows * M);
+      pair = memory.take<float>(M % bd::PANEL ? rows * 2 * M : 0);
+      return memory.bytes();
+    };
+    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
+    pool->pool.run([&](bd::Team &team) {
+      bd::gated_inputs(team, room, x, rows, norm, eps, *gate_up, pair, down ? inner : out);
+      if (down) bd::norm_linear(team, room, inner, rows, nullptr, 0, *down, nullptr, x, out);
+    });
+  });
+}
+
+int bd_gated_inputs(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *gate_up,
+                    float *out) {
+  return bd_gated_mlp(pool, x, rows, norm, eps, gate_up, nullptr, out);
+}
+
+int bd_rope_append(bd_pool *pool, const float *qkv, const bd_batch *batch, const bd_attention *shape, const bd_kv *kv,
+                   const float *q_norm, const float *k_norm, float *q) {
+  return guarded([&] {
+    need_batch(batch, shape);
+    if (batch->rows == 0) return;
+    need_kv(kv);
+    need_floats(qkv, "qkv"), need_floats(q, "q");
+    pool->pool.run([&](bd::Team &team) { bd::rope_append(team, qkv, *batch, *shape, *kv, q_norm, k_norm, q); });
+  });
+}
+
+int bd_attend(bd_pool *pool, const float *q, const bd_batch *batch, const bd_attention *shape, const bd_kv *kv, float *out) {
+  return guarded([&] {
+    need_batch(batch, shape);
+    if (batch->rows == 0) return;
+    need_kv(kv);
+    need_floats(q, "q"), need_floats(out, "out");
+    const bd::AttentionPlan plan(*batch, *shape, pool->pool.threads());
+    float *partial = (float *)pool->pool.scratch(plan.partial * sizeof(float));
+    pool->pool.run([&](bd::Team &team) { bd::attend(team, plan, q, *batch, *shape, *kv, partial, out); });
+  });
+}
+
+int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *layers, int64_t count, const bd_kv *kv,
+              const bd_batch *batch, const bd_attention *shape) {
+  return guarded([&] {
+    need_batch(batch, shape);
+    if (batch->rows == 0) return;
+    need_floats(x, "x");
+    for (int64_t i = 0; i < count; i++) {
+      need_kv(kv + i);
+      need_weight(&layers[i].qkv, "qkv"), need_weight(&layers[i].o, "o");
+      need_weight(&layers[i].gate_up, "gate_up"), need_weight(&layers[i].down, "down");
+    }
+    bd::decode(pool->pool, {x, hidden_size, layers, count, kv, *batch, *shape});
+  });
+}
+
+int bd_row_stats(bd_pool *pool, const float *logits, int64_t rows, int64_t width, float scale, int64_t *argmax,
+                 float *largest, float *log_sum) {
+  return guarded([&] {
+    need_floats(logits, "logits");
+    pool->pool.run([&](bd::Team &team) {
+      team.share(rows, 1, [&](int64_t from, int64_t to) {
+        for (int64_t r = from; r < to; r++)
+          team.kernels().row_stats(logits + r * width, width, scale, argmax + r, largest + r, log_sum + r);
+      });
+    });
+  });
+}
+
+int bd_softmax(bd_pool *pool, const float *logits, int64_t rows, int64_t width, float scale, float *out) {
+  return guarded([&] {
+    need_floats(logits, "logits"), need_floats(out, "out");
+    pool->pool.run([&](bd::Team &team) {
+      team.share(rows, 1, [&](int64_t from, int64_t to) {
+        for (int64_t r = from; r < to; r++) team.kernels().softmax(logits + r * width, width, scale, out + r * width);
+      });
+    });
+  });
+}
+
+double bd_measure_read(bd_pool *pool, const uint8_t *buffer, int64_t bytes) {
+  const int64_t piece = bytes / 64 / 256 * 256;
+  const double started = seconds();
+  pool->pool.run([&](bd::Team &team) {
+    team.share(64, 1, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i++) {
+        volatile float seen = team.kernels().read(buffer + i * piece, piece);
+        (void)seen;
+      }
+    });
+  });
+  return (double)piece * 64 / (seconds() - started);
+}
+
+double bd_measure_ops(bd_pool *pool) {
+  const int64_t rounds = 2000000;
+  const double started = seconds();
+  pool->pool.run([&](bd::Team &team) {
+    volatile float seen = team.kernels().busy_float(rounds);
+    (void)seen;
+  });
+  return (double)rounds * 6 * 16 * 2 * pool->pool.threads() / (seconds() - started);
+}
+}

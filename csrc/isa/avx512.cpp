@@ -1,0 +1,5 @@
+#include "../simd/avx512.h"
+
+#include "kernels.inl"
+
+const bd::Kernels bd::AVX512 = BD_KERNELS("avx512");

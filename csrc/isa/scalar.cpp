@@ -1,0 +1,5 @@
+#include "../simd/scalar.h"
+
+#include "kernels.inl"
+
+const bd::Kernels bd::SCALAR = BD_KERNELS("scalar");

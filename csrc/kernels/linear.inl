@@ -1,0 +1,331 @@
+// Low-bit products: a panel of 16 outputs with a block of rows. Every output of every row is one chain of additions along
+// K, a lane of its own: the same whatever rows and panels are beside it.
+namespace {
+
+using bd::Layout;
+
+constexpr int FLOAT_ROWS = 256;  // rows that share one decoding of a panel
+constexpr int DECODED = 256;     // inputs of a panel that are decoded at a time: 16 KB, half of a small L1 cache
+constexpr int AHEAD = 3072;      // bytes: how far ahead of the codes memory is asked for
+
+/// Scale and offset of a panel's group of 32 inputs, `half` 0 or 1 where there is one for 16.
+template <int GRID> struct Grid {
+  const uint8_t *panel;
+  int64_t zeros_at;
+  int per;           // groups of 32 inputs that share a scale
+  float center;      // the code that stands for 0 in SYM
+
+  Grid(const bd_weight &w, const Layout &l, const uint8_t *at)
+      : panel(at), zeros_at(l.zeros_at), per(w.group ? w.group / 32 : 1),
+        center(w.codec == BD_INT8 ? 0.0f : (float)(1 << (bd::codec_bits(w.codec) - 1))) {}
+
+  inline void at(int64_t group, int half, Vec &scale, Vec &offset) const {
+    const int64_t g = group / per;
+    if constexpr (GRID == BD_GRID_NONE) {
+      scale = vec_set(1.0f);
+      offset = vec_zero();
+    } else if constexpr (GRID == BD_GRID_SYM) {
+      scale = half_load((const uint16_t *)(panel + g * 32));
+      offset = vec_mul(scale, vec_set(-center));
+    } else if constexpr (GRID == BD_GRID_ASYM) {
+      scale = half_load((const uint16_t *)(panel + g * 32));
+      const Vec zero = int_to_vec(u8_load(panel + zeros_at + g * 16));
+      offset = vec_sub(vec_zero(), vec_mul(scale, zero));
+    } else if constexpr (GRID == BD_GRID_MIN) {
+      scale = half_load((const uint16_t *)(panel + g * 64));
+      offset = half_load((const uint16_t *)(panel + g * 64 + 32));
+    } else if constexpr (GRID == BD_GRID_K) {
+      const uint8_t *block = panel + group / 8 * 320, *small = block + 64 + group % 8 * 32;
+      scale = vec_mul(half_load((const uint16_t *)block), int_to_vec(u8_load(small)));
+      offset = vec_sub(vec_zero(), vec_mul(half_load((const uint16_t *)(block + 32)), int_to_vec(u8_load(small + 16))));
+    } else {
+      const uint8_t *block = panel + group / 8 * 288;
+      const int8_t *small = (const int8_t *)block + 32 + (group % 8 * 2 + half) * 16;
+      scale = vec_mul(half_load((const uint16_t *)block), int_to_vec(s8_load(small)));
+      offset = vec_mul(scale, vec_set(-32.0f));
+    }
+  }
+};
+
+/// 8-bit inputs: acc[row] += codes of the panel times codes of the rows, for a block of `rows` rows.
+template <int BITS, int GRID, int ROWS>
+inline void int_groups(const bd_weight &w, const Layout &l, const uint8_t *panel, int64_t groups, int count, const int8_t *q,
+                       const float *sums, const float *half_sums, Vec *acc) {
+  const int rows = ROWS ? ROWS : count;
+  const Grid<GRID> grid(w, l, panel);
+  const uint8_t *codes = panel + l.codes_at;
+  constexpr int bytes = 64 * BITS;
+  Vec scale, offset;
+  for (int64_t g = 0; g < groups; g++, codes += bytes) {
+#pragma GCC unroll 8
+    for (int line = 0; line < bytes; line += 64) prefetch(codes + AHEAD + line);
+    grid.at(g, 0, scale, offset);
+    if constexpr (GRID == BD_GRID_K16) {
+      float both[2][bd::ROW_BLOCK];
+      for (int m = 0; m < rows; m++)
+        for (int half = 0; half < 2; half++) both[half][m] = half_sums[(g * rows + m) * 2 + half];
+      group_dot<BITS, 0, 4>(codes, rows, q + g * rows * 32, both[0], scale, offset, acc);
+      grid.at(g, 1, scale, offset);
+      group_dot<BITS, 4, 8>(codes, rows, q + g * rows * 32, both[1], scale, offset, acc);
+    } else {
+      group_dot<BITS>(codes, rows, q + g * rows * 32, sums + g * rows, scale, offset, acc);
+    }
+  }
+}
+
+template <int BITS, int GRID>
+void int_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
+  const int64_t groups = x.inputs / 32, at = row * groups;
+  const int8_t *q = x.codes + at * 32;
+  const float *sums = x.sums + at, *halves = x.half_sums + at * 2;
+  if (rows == 1) {  // a copy that keeps its accumulator in registers
+    Vec one = vec_zero();
+    int_groups<BITS, GRID, 1>(w, l, panel, groups, 1, q, sums, halves, &one);
+    acc[0] = one;
+    return;
+  }
+  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
+  int_groups<BITS, GRID, 0>(w, l, panel, groups, rows, q, sums, halves, acc);
+}
+
+// Float inputs. A source gives the values of a panel, two inputs at a time.
+
+struct Decoded {
+  const float *values;  // [inputs][16]
+  inline void pair(int64_t k, Vec &a, Vec &b) const {
+    a = vec_load(values + k * 16);
+    b = vec_load(values + k * 16 + 16);
+  }
+};
+
+struct Bfloat {
+  const uint16_t *values;  // [inputs / 2][16][2]
+  inline void pair(int64_t k, Vec &a, Vec &b) const {
+    const Int both = int_load(values + k * 16);
+    prefetch((const uint8_t *)(values + k * 16) + AHEAD);
+    a = bf16_low(both);
+    b = bf16_high(both);
+  }
+};
+
+template <int CODEC> struct Float8 {
+  const uint8_t *values;  // [inputs][16]; E4M3 comes out 2^-8 times too small, see `finish`
+  inline void pair(int64_t k, Vec &a, Vec &b) const {
+    prefetch(values + k * 16 + AHEAD);
+    a = CODEC == BD_E4M3 ? e4m3_load(values + k * 16) : e5m2_load(values + k * 16);
+    b = CODEC == BD_E4M3 ? e4m3_load(values + k * 16 + 16) : e5m2_load(values + k * 16 + 16);
+  }
+};
+
+template <int ROWS, class Source>
+inline void multiply(const Source &w, int64_t inputs, const float *x, int64_t stride, Vec *acc) {
+  Vec sum[ROWS];
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; m++) sum[m] = acc[m];
+  for (int64_t k = 0; k < inputs; k += 2) {
+    Vec a, b;
+    w.pair(k, a, b);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) sum[m] = vec_fma(a, vec_set(x[m * stride + k]), sum[m]);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) sum[m] = vec_fma(b, vec_set(x[m * stride + k + 1]), sum[m]);
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < ROWS; m++) acc[m] = sum[m];
+}
+
+template <class Source>
+inline void multiply_rows(const Source &w, int64_t inputs, const float *x, int64_t stride, int rows, Vec *acc) {
+  for (; rows > 6; rows -= 6, x += 6 * stride, acc += 6) multiply<6>(w, inputs, x, stride, acc);
+  switch (rows) {
+    case 1: return multiply<1>(w, inputs, x, stride, acc);
+    case 2: return multiply<2>(w, inputs, x, stride, acc);
+    case 3: return multiply<3>(w, inputs, x, stride, acc);
+    case 4: return multiply<4>(w, inputs, x, stride, acc);
+    case 5: return multiply<5>(w, inputs, x, stride, acc);
+    case 6: return multiply<6>(w, inputs, x, stride, acc);
+  }
+}
+
+template <class Source> void decode_source(const Source &w, int64_t inputs, float *out) {
+  for (int64_t k = 0; k < inputs; k += 2) {
+    Vec a, b;
+    w.pair(k, a, b);
+    vec_store(out + k * 16, a);
+    vec_store(out + k * 16 + 16, b);
+  }
+}
+
+template <int BITS, int GRID>
+void decode_groups(const bd_weight &w, const Layout &l, const uint8_t *panel, int64_t k, int64_t inputs, float *out) {
+  const Grid<GRID> grid(w, l, panel);
+  for (int64_t g = k / 32; g < (k + inputs) / 32; g++) {
+    const uint8_t *at = panel + l.codes_at + g * l.group_bytes;
+    for (int line = 0; line < 64 * BITS; line += 64) prefetch(at + AHEAD + line);
+    const Codes<BITS> codes(at);
+    Vec scale, offset;
+    grid.at(g, 0, scale, offset);
+    for (int quad = 0; quad < 8; quad++, out += 64) {
+      if (GRID == BD_GRID_K16 && quad == 4) grid.at(g, 1, scale, offset);
+      vec_store(out, vec_fma(int_to_vec(codes.template input<0>(quad)), scale, offset));
+      vec_store(out + 16, vec_fma(int_to_vec(codes.template input<1>(quad)), scale, offset));
+      vec_store(out + 32, vec_fma(int_to_vec(codes.template input<2>(quad)), scale, offset));
+      vec_store(out + 48, vec_fma(int_to_vec(codes.template input<3>(quad)), scale, offset));
+    }
+  }
+}
+
+/// A source that the inner loop reads directly while few rows share it, and from a decoded copy otherwise.
+template <class Source>
+void direct_panel(const Source &w, const Rounded &x, int64_t row, int rows, Vec *acc, int64_t stored) {
+  const float *values = x.values + row * x.inputs;
+  if (rows <= 6) return multiply_rows(w, x.inputs, values, x.inputs, rows, acc);
+  alignas(64) float decoded[DECODED * 16];
+  for (int64_t k = 0; k < x.inputs; k += DECODED) {
+    const int64_t inputs = x.inputs - k < DECODED ? x.inputs - k : DECODED;
+    decode_source(Source{w.values + k * stored}, inputs, decoded);
+    multiply_rows(Decoded{decoded}, inputs, values + k, x.inputs, rows, acc);
+  }
+}
+
+template <int BITS, int GRID>
+void decoded_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows,
+                   Vec *acc) {
+  alignas(64) float decoded[DECODED * 16];
+  for (int64_t k = 0; k < x.inputs; k += DECODED) {
+    const int64_t inputs = x.inputs - k < DECODED ? x.inputs - k : DECODED;
+    decode_groups<BITS, GRID>(w, l, panel, k, inputs, decoded);
+    multiply_rows(Decoded{decoded}, inputs, x.values + row * x.inputs + k, x.inputs, rows, acc);
+  }
+}
+
+using Panel = void (*)(const bd_weight &, const Layout &, const uint8_t *, const Rounded &, int64_t, int, Vec *);
+
+template <int CODEC>
+void float_panel(const bd_weight &, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
+  const uint8_t *codes = panel + l.codes_at;
+  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
+  if constexpr (CODEC == BD_F32) direct_panel(Decoded{(const float *)codes}, x, row, rows, acc, 16);
+  else if constexpr (CODEC == BD_BF16) direct_panel(Bfloat{(const uint16_t *)codes}, x, row, rows, acc, 16);
+  else direct_panel(Float8<CODEC>{codes}, x, row, rows, acc, 16);
+}
+
+template <int BITS, int GRID>
+void coded_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
+  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
+  decoded_panel<BITS, GRID>(w, l, panel, x, row, rows, acc);
+}
+
+/// What there is for an integer format: products with 8-bit inputs and with float ones, and decoding.
+struct Integers {
+  Panel integer, real;
+  void (*decode)(const bd_weight &, const Layout &, const uint8_t *, int64_t, int64_t, float *);
+};
+template <int BITS, int GRID> constexpr Integers integers() {
+  return {int_panel<BITS, GRID>, coded_panel<BITS, GRID>, decode_groups<BITS, GRID>};
+}
+
+Integers integers_of(const bd_weight &w) {
+  switch (w.codec * (int)BD_GRIDS + w.grid) {
+#define BD_CASE(BITS, GRID) \
+  case BD_INT##BITS * (int)BD_GRIDS + (int)BD_GRID_##GRID: return integers<BITS, BD_GRID_##GRID>();
+    BD_CASE(2, SYM) BD_CASE(2, ASYM) BD_CASE(3, SYM) BD_CASE(3, ASYM) BD_CASE(6, SYM) BD_CASE(6, ASYM)
+    BD_CASE(4, SYM) BD_CASE(4, ASYM) BD_CASE(4, MIN) BD_CASE(4, K)
+    BD_CASE(5, SYM) BD_CASE(5, MIN) BD_CASE(5, K) BD_CASE(6, K16)
+    BD_CASE(8, NONE) BD_CASE(8, SYM)
+#undef BD_CASE
+  }
+  return {nullptr, nullptr, nullptr};
+}
+
+Panel panel_kernel(const bd_weight &w) {
+  switch (w.codec) {
+    case BD_F32: return float_panel<BD_F32>;
+    case BD_BF16: return float_panel<BD_BF16>;
+    case BD_E4M3: return float_panel<BD_E4M3>;
+    case BD_E5M2: return float_panel<BD_E5M2>;
+  }
+  const Integers found = integers_of(w);
+  return w.activation == BD_ACT_INT8 ? found.integer : found.real;
+}
+
+/// Products of a panel with rows [row, row + rows), times the scales of rows and outputs.
+inline void finished_panel(Panel kernel, const bd_weight &w, const Layout &l, int64_t p, const Rounded &x, int64_t row,
+                           int rows, Vec *acc) {
+  kernel(w, l, w.panels + p * l.panel_bytes, x, row, rows, acc);
+  Vec channel = w.channel ? vec_load(w.channel + p * 16) : vec_set(1.0f);
+  if (w.codec == BD_E4M3) channel = vec_mul(channel, vec_set(256.0f));
+  for (int m = 0; m < rows; m++) acc[m] = vec_mul(vec_mul(acc[m], vec_set(x.scale[row + m])), channel);
+}
+
+inline int block_of(const bd_weight &w) { return w.activation == BD_ACT_INT8 ? bd::ROW_BLOCK : FLOAT_ROWS; }
+
+inline void store_some(float *out, Vec v, int64_t count) {
+  if (count >= 16) return vec_store(out, v);
+  float all[16];
+  vec_store(all, v);
+  for (int64_t i = 0; i < count; i++) out[i] = all[i];
+}
+
+void linear(const bd_weight &w, const Layout &l, const Rounded &x, const float *bias, const float *residual, float *out,
+            int64_t from, int64_t to) {
+  const Panel kernel = panel_kernel(w);
+  const int block = block_of(w);
+  Vec acc[FLOAT_ROWS];
+  for (int64_t p = from; p < to; p++) {
+    const int64_t n = p * 16, count = w.outputs - n;
+    for (int64_t row = 0; row < x.rows; row += block) {
+      const int rows = (int)(x.rows - row < block ? x.rows - row : block);
+      finished_panel(kernel, w, l, p, x, row, rows, acc);
+      for (int m = 0; m < rows; m++) {
+        const int64_t at = (row + m) * w.outputs + n;
+        if (bias) acc[m] = vec_add(acc[m], load_padded(bias, n, w.outputs));
+        if (residual) acc[m] = vec_add(acc[m], load_padded(residual + (row + m) * w.outputs, n, w.outputs));
+        store_some(out + at, acc[m], count);
+      }
+    }
+  }
+}
+
+inline Vec silu(Vec a) { return vec_div(a, vec_add(vec_set(1.0f), vec_exp(vec_sub(vec_zero(), a)))); }
+
+void gated(const bd_weight &w, const Layout &l, const Rounded &x, float *out, int64_t from, int64_t to) {
+  const Panel kernel = panel_kernel(w);
+  const int block = block_of(w);
+  const int64_t M = w.outputs / 2;
+  Vec gate[FLOAT_ROWS], up[FLOAT_ROWS];
+  for (int64_t p = from; p < to; p++) {
+    for (int64_t row = 0; row < x.rows; row += block) {
+      const int rows = (int)(x.rows - row < block ? x.rows - row : block);
+      finished_panel(kernel, w, l, p, x, row, rows, gate);
+      finished_panel(kernel, w, l, M / 16 + p, x, row, rows, up);
+      for (int m = 0; m < rows; m++) vec_store(out + (row + m) * M + p * 16, vec_mul(silu(gate[m]), up[m]));
+    }
+  }
+}
+
+void gate_rows(const float *gate_up, int64_t M, float *out, int64_t from, int64_t to) {
+  for (int64_t row = from; row < to; row++) {
+    const float *gate = gate_up + row * 2 * M, *up = gate + M;
+    for (int64_t i = 0; i < M; i += 16)
+      store_some(out + row * M + i, vec_mul(silu(load_padded(gate, i, M)), load_padded(up, i, M)), M - i);
+  }
+}
+
+/// One output's weights, for embeddings: a panel is decoded and a lane taken.
+void unpack_row(const bd_weight &w, const Layout &l, int64_t row, float *out) {
+  const uint8_t *panel = w.panels + row / 16 * l.panel_bytes, *codes = panel + l.codes_at;
+  alignas(64) float decoded[DECODED * 16];
+  const float channel = (w.channel ? w.channel[row] : 1.0f) * (w.codec == BD_E4M3 ? 256.0f : 1.0f);
+  for (int64_t k = 0; k < l.inputs; k += DECODED) {
+    const int64_t inputs = l.inputs - k < DECODED ? l.inputs - k : DECODED;
+    if (w.codec == BD_F32) decode_source(Decoded{(const float *)codes + k * 16}, inputs, decoded);
+    else if (w.codec == BD_BF16) decode_source(Bfloat{(const uint16_t *)codes + k * 16}, inputs, decoded);
+    else if (w.codec == BD_E4M3) decode_source(Float8<BD_E4M3>{codes + k * 16}, inputs, decoded);
+    else if (w.codec == BD_E5M2) decode_source(Float8<BD_E5M2>{codes + k * 16}, inputs, decoded);
+    else integers_of(w).decode(w, l, panel, k, inputs, decoded);
+    for (int64_t i = 0; i < inputs && k + i < w.inputs; i++) out[k + i] = decoded[i * 16 + row % 16] * channel;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,79 @@
+// Input rows: RMSNorm, and rounding to what a weight's format multiplies by.
+namespace {
+
+using bd::Rounded;
+
+/// Sixteen inputs from x[k] on, zeros past K.
+inline Vec load_padded(const float *x, int64_t k, int64_t K) {
+  if (k + 16 <= K) return vec_load(x + k);
+  float tail[16] = {};
+  for (int64_t i = k; i < K; i++) tail[i - k] = x[i];
+  return vec_load(tail);
+}
+
+inline float inverse_rms(const float *x, int64_t K, float eps) {
+  Vec squares = vec_zero();
+  for (int64_t k = 0; k < K; k += 16) {
+    const Vec v = load_padded(x, k, K);
+    squares = vec_fma(v, v, squares);
+  }
+  return 1.0f / sqrtf(vec_sum(squares) / (float)K + eps);
+}
+
+/// To the nearest E4M3 (3 bits of fraction, least normal 2^-6) or E5M2 (2 bits, 2^-14) value; |a| within its range.
+template <int DROPPED> inline Vec round_float8(Vec a) {
+  const float least = DROPPED == 20 ? 0x1p-6f : 0x1p-14f;
+  const Vec big = vec_set(least * 0x1.8p23f / (1 << (23 - DROPPED)));  // adding it leaves multiples of the least step
+  return vec_below(vec_abs(a), vec_set(least), vec_sub(vec_add(a, big), big), vec_shorten<DROPPED>(a));
+}
+
+void store_codes(const Rounded &out, int64_t row, float scale) {
+  const int64_t groups = out.inputs / bd::GROUP, block = row / bd::ROW_BLOCK, m = row % bd::ROW_BLOCK;
+  const int64_t left = out.rows - block * bd::ROW_BLOCK, rows = left < bd::ROW_BLOCK ? left : bd::ROW_BLOCK;
+  const float *x = out.values + row * out.inputs;
+  const Vec by = vec_set(scale), limit = vec_set(127.0f), low = vec_set(-127.0f);
+  for (int64_t g = 0; g < groups; g++) {
+    const int64_t at = block * bd::ROW_BLOCK * groups + g * rows + m;
+    float part[2];
+    for (int half = 0; half < 2; half++) {
+      const Vec quotient = vec_div(vec_load(x + g * 32 + half * 16), by);
+      const Int code = vec_to_int(vec_min(vec_max(quotient, low), limit));
+      int_store_s8(out.codes + at * 32 + half * 16, code);
+      part[half] = (float)int_sum(code);
+    }
+    out.half_sums[at * 2] = part[0];
+    out.half_sums[at * 2 + 1] = part[1];
+    out.sums[at] = part[0] + part[1];
+  }
+}
+
+void round_row(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &out, int64_t row) {
+  float *y = out.values + row * out.inputs;
+  const Vec r = vec_set(norm ? inverse_rms(x, K, eps) : 1.0f);
+  Vec largest = vec_zero();
+  for (int64_t k = 0; k < out.inputs; k += 16) {
+    Vec v = k < K ? load_padded(x, k, K) : vec_zero();
+    if (norm && k < K) v = vec_mul(vec_mul(v, r), load_padded(norm, k, K));
+    if (activation == BD_ACT_BF16) v = vec_shorten<16>(v);
+    largest = vec_max(largest, vec_abs(v));
+    vec_store(y + k, v);
+  }
+  out.scale[row] = 1.0f;
+  if (activation == BD_ACT_F32 || activation == BD_ACT_BF16) return;
+  const float limit = activation == BD_ACT_INT8 ? 127.0f : activation == BD_ACT_E4M3 ? 448.0f : 57344.0f;
+  const float quotient = vec_largest(largest) / limit, scale = quotient > 0 ? quotient : 1.0f;
+  out.scale[row] = scale;
+  if (activation == BD_ACT_INT8) return store_codes(out, row, scale);
+  for (int64_t k = 0; k < out.inputs; k += 16) {
+    Vec v = vec_div(vec_load(y + k), vec_set(scale));
+    v = vec_min(vec_max(v, vec_set(-limit)), vec_set(limit));
+    vec_store(y + k, activation == BD_ACT_E4M3 ? round_float8<20>(v) : round_float8<21>(v));
+  }
+}
+
+void round_rows(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &out, int64_t from,
+                int64_t to) {
+  for (int64_t row = from; row < to; row++) round_row(x + row * K, K, norm, eps, activation, out, row);
+}
+
+}  // namespace

@@ -1,0 +1,119 @@
+#include "ops.h"
+
+namespace bd {
+
+Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K) {
+  Rounded r;
+  r.rows = rows;
+  r.inputs = round_up(K, GROUP);
+  r.values = memory.take<float>(rows * r.inputs);
+  r.scale = memory.take<float>(rows);
+  r.codes = memory.take<int8_t>(rows * r.inputs);
+  r.sums = memory.take<float>(rows * r.inputs / 32);
+  r.half_sums = memory.take<float>(rows * r.inputs / 16);
+  return r;
+}
+
+namespace {
+
+// A thread's share of `count` panels at a time: small enough that a thread that was held up does not hold up the others.
+int64_t panel_chunk(int64_t count, int threads) {
+  const int64_t chunk = count / (threads * 8);
+  return chunk < 1 ? 1 : chunk;
+}
+
+Rounded round_inputs(Team &team, Rounded room, const float *x, int64_t rows, int64_t K, const float *norm, float eps,
+                     int activation) {
+  room.rows = rows;
+  room.inputs = round_up(K, GROUP);
+  team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().round_rows(x, K, norm, eps, activation, room, from, to); });
+  return room;
+}
+
+void multiply(Team &team, const Rounded &rounded, const bd_weight &w, const float *bias, const float *residual, float *out) {
+  const Layout l(w);
+  team.share(l.panels, panel_chunk(l.panels, team.pool.threads()), [&](int64_t from, int64_t to) {
+    team.kernels().linear(w, l, rounded, bias, residual, out, from, to);
+  });
+}
+
+}  // namespace
+
+void norm_linear(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
+                 const bd_weight &w, const float *bias, const float *residual, float *out) {
+  const Rounded rounded = round_inputs(team, room, x, rows, w.inputs, norm, eps, w.activation);
+  multiply(team, rounded, w, bias, residual, out);
+}
+
+void gated_inputs(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
+                  const bd_weight &w, float *gate_up_rows, float *out) {
+  const Rounded rounded = round_inputs(team, room, x, rows, w.inputs, norm, eps, w.activation);
+  const int64_t M = w.outputs / 2;
+  if (M % PANEL == 0) {
+    const Layout l(w);
+    team.share(M / PANEL, panel_chunk(M / PANEL, team.pool.threads()),
+               [&](int64_t from, int64_t to) { team.kernels().gated(w, l, rounded, out, from, to); });
+  } else {
+    multiply(team, rounded, w, nullptr, nullptr, gate_up_rows);
+    team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().gate_rows(gate_up_rows, M, out, from, to); });
+  }
+}
+
+void rope_append(Team &team, const float *qkv, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
+                 const float *q_norm, const float *k_norm, float *q) {
+  team.share(batch.rows, 1, [&](int64_t from, int64_t to) {
+    team.kernels().rope_rows(qkv, batch, shape, kv, q_norm, k_norm, q, from, to);
+  });
+}
+
+void attend(Team &team, const AttentionPlan &plan, const float *q, const bd_batch &batch, const bd_attention &shape,
+            const bd_kv &kv, float *partial, float *out) {
+  team.share((int64_t)plan.items.size(), 1, [&](int64_t from, int64_t to) {
+    team.kernels().attend(q, batch, shape, kv, plan.items.data(), partial, out, from, to);
+  });
+  if (plan.splits.empty()) return;
+  team.share((int64_t)plan.splits.size() * shape.heads, 4, [&](int64_t from, int64_t to) {
+    team.kernels().merge(shape, plan.splits.data(), partial, out, from, to);
+  });
+}
+
+void decode(Pool &pool, const Decode &d) {
+  const int64_t rows = d.batch.rows, D = d.hidden_size, width = d.attention.heads * d.attention.head_dim;
+  const int64_t qkv_width = width + 2 * d.attention.kv_heads * d.attention.head_dim;
+  int64_t inner = 0, widest = D > width ? D : width;
+  for (int64_t i = 0; i < d.count; i++) {
+    const int64_t M = d.layers[i].gate_up.outputs / 2;
+    inner = M > inner ? M : inner;
+  }
+  widest = inner > widest ? inner : widest;
+  const AttentionPlan plan(d.batch, d.attention, pool.threads());
+  Rounded room;
+  float *qkv, *q, *mixed, *partial, *gate, *pair;
+  auto carve = [&](uint8_t *base) {
+    Carver memory(base);
+    room = carve_rounded(memory, rows, widest);
+    qkv = memory.take<float>(rows * qkv_width);
+    q = memory.take<float>(rows * width);
+    mixed = memory.take<float>(rows * width);
+    partial = memory.take<float>(plan.partial);
+    gate = memory.take<float>(rows * inner);
+    pair = memory.take<float>(inner % PANEL ? rows * 2 * inner : 0);
+    return memory.bytes();
+  };
+  carve((uint8_t *)pool.scratch(carve(nullptr)));
+  const float eps = d.attention.eps;
+  pool.run([&](Team &team) {
+    for (int64_t i = 0; i < d.count; i++) {
+      const bd_layer &layer = d.layers[i];
+      const bd_kv &kv = d.kv[i];
+      norm_linear(team, room, d.x, rows, layer.input_norm, eps, layer.qkv, layer.qkv_bias, nullptr, qkv);
+      rope_append(team, qkv, d.batch, d.attention, kv, layer.q_norm, layer.k_norm, q);
+      attend(team, plan, q, d.batch, d.attention, kv, partial, mixed);
+      norm_linear(team, room, mixed, rows, nullptr, 0, layer.o, nullptr, d.x, d.x);
+      gated_inputs(team, room, d.x, rows, layer.mlp_norm, eps, layer.gate_up, pair, gate);
+      norm_linear(team, room, gate, rows, nullptr, 0, layer.down, nullptr, d.x, d.x);
+    }
+  });
+}
+
+}  // namespace bd

@@ -1,0 +1,157 @@
+"""What every backend may rely on: sizes and places are checked before an operation is dispatched.
+
+Compiled code does not look again. After these checks nothing that a batch says makes it read or write outside the
+tensors that it was given.
+
+Shape suffixes: R rows, S sequences, J KV heads, C head dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from .batch import KVLayer, Ragged, Rotary
+
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def check(ok: bool, operation: str, given: str, expected: str) -> None:
+    """Raise the error that names what an operation was given and what it expected.
+
+    Raises:
+        ShapeError: unless `ok`.
+    """
+    if not ok:
+        raise ShapeError(f"{operation}: given {given}. Expected {expected}.")
+
+
+def check_rows(operation: str, name: str, x: Tensor, width: int) -> None:
+    """Contiguous float32 rows, [any, width].
+
+    Raises:
+        ShapeError: they are not.
+    """
+    check(
+        x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32 and x.is_contiguous(),
+        operation,
+        f"{name} {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}",
+        f"contiguous float32 rows of {width}",
+    )
+
+
+def check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None:
+    """None, or a contiguous float32 vector, [size].
+
+    Raises:
+        ShapeError: it is neither.
+    """
+    if v is not None:
+        check(
+            v.shape == (size,) and v.dtype == torch.float32 and v.is_contiguous(),
+            operation,
+            f"{name} {v.dtype} {list(v.shape)}",
+            f"contiguous float32 [{size}]",
+        )
+
+
+def check_kv(operation: str, kv: KVLayer) -> None:
+    """Tensors that fit together, as `KVLayer` describes them.
+
+    Raises:
+        ShapeError: they do not.
+    """
+    keys, values, scales = kv.keys, kv.values, (kv.key_scales, kv.value_scales)
+    given = f"keys {keys.dtype} {list(keys.shape)}, values {values.dtype} {list(values.shape)}"
+    check(
+        keys.ndim == 4
+        and min(keys.shape[1:]) > 0
+        and values.shape == (*keys.shape[:2], keys.shape[3], keys.shape[2])
+        and keys.dtype == values.dtype
+        and keys.dtype in KV_DTYPES
+        and keys.is_contiguous()
+        and values.is_contiguous(),
+        operation,
+        given,
+        "contiguous keys [blocks, J, C, block size] and values [blocks, J, block size, C] in float32, bfloat16 or int8",
+    )
+    if keys.dtype != torch.int8:
+        check(scales == (None, None), operation, f"{given}, with scales", "scales beside int8 codes only")
+        return
+    for name, scale in zip(("key_scales", "value_scales"), scales, strict=True):
+        shape = (*keys.shape[:2], keys.shape[3])
+        ok = scale is not None and scale.shape == shape and scale.dtype == torch.float32 and scale.is_contiguous()
+        found = None if scale is None else f"{scale.dtype} {list(scale.shape)}"
+        check(ok, operation, f"{name} {found} beside {given}", f"contiguous float32 {list(shape)}")
+
+
+def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
+    """A batch of `rows` rows whose positions, tables and slots lie in the sequences and the blocks that there are.
+
+    O(rows + table entries).
+
+    Raises:
+        ShapeError: it is not.
+    """
+    blocks, size = len(kv.keys), kv.block_size
+    counts, lengths, tables = batch.row_counts, batch.lengths, batch.tables
+    check(
+        sum(counts) == rows and min(counts, default=0) >= 0 and len(counts) == len(tables) == len(lengths),
+        operation,
+        f"{rows} rows, counts {counts}, {len(tables)} tables, {len(lengths)} lengths",
+        "counts that sum to the rows, and a table and a length for each",
+    )
+    for name, places in (("positions", batch.positions), ("slots", batch.slots)):
+        _check_numbers(operation, name, places)
+        check(len(places) == rows, operation, f"{len(places)} {name} for {rows} rows", "one for each row")
+    for table, length in zip(tables, lengths, strict=True):
+        _check_numbers(operation, "a table", table)
+        check(
+            0 <= length <= len(table) * size,
+            operation,
+            f"a length of {length} with a table of {len(table)} blocks of {size}",
+            f"lengths from 0 to {len(table) * size}",
+        )
+    _check_range(operation, "slots", batch.slots, blocks * size)
+    if tables:
+        _check_range(operation, "blocks", torch.cat(tables), blocks)
+        held_R = torch.repeat_interleave(torch.tensor(lengths), torch.tensor(counts))
+        outside_R = (batch.positions < 0) | (batch.positions >= held_R)
+        if bool(outside_R.any()):
+            row = int(outside_R.nonzero()[0])
+            given = f"position {int(batch.positions[row])} in a sequence of length {int(held_R[row])}"
+            check(False, operation, given, "positions from 0 to length - 1")
+
+
+def check_rotary(operation: str, batch: Ragged, rotary: Rotary, head_dim: int) -> None:
+    """Angles for every position of a batch that `check_batch` has passed.
+
+    Raises:
+        ShapeError: there are none for some, or not for this head dimension.
+    """
+    check(head_dim % 2 == 0, operation, f"a head dimension of {head_dim}", "an even one")
+    check(
+        rotary.cos.shape == rotary.sin.shape == (len(rotary.cos), head_dim // 2)
+        and rotary.cos.dtype == rotary.sin.dtype == torch.float32
+        and rotary.cos.is_contiguous()
+        and rotary.sin.is_contiguous(),
+        operation,
+        f"cosines {rotary.cos.dtype} {list(rotary.cos.shape)}, sines {rotary.sin.dtype} {list(rotary.sin.shape)}",
+        f"contiguous float32 [positions, {head_dim // 2}] both",
+    )
+    last = int(batch.positions.max()) if len(batch.positions) else -1
+    check(last < len(rotary.cos), operation, f"position {last}", f"positions below {len(rotary.cos)}")
+
+
+def _check_numbers(operation: str, name: str, numbers: Tensor) -> None:
+    check(
+        numbers.ndim == 1 and numbers.dtype == torch.int64 and numbers.is_contiguous(),
+        operation,
+        f"{name} {numbers.dtype} {list(numbers.shape)}{'' if numbers.is_contiguous() else ', not contiguous'}",
+        "contiguous int64 numbers",
+    )
+
+
+def _check_range(operation: str, name: str, numbers: Tensor, limit: int) -> None:
+    if len(numbers):
+        low, high = (int(bound) for bound in torch.aminmax(numbers))
+        check(low >= 0 and high < limit, operation, f"{name} from {low} to {high}", f"{name} below {limit}")
