@@ -12,6 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -33,15 +34,29 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 }
-COMMANDS = typer.main.get_command(cli.app)
 
-NEED_MODELS = {
+
+def verbs(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(name, command) of everything that can be run, such as 'measure' and 'bench step'."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from verbs(command, f"{prefix}{name} ")
+        else:
+            yield prefix + name, command
+
+
+VERBS = dict(verbs(typer.main.get_command(cli.app)))
+
+NOT_HERE = {
     "README.md": ["bitdraft generate 'Write a haiku about rounding.'"],
     "docs/reference/cli.md": [
         "bitdraft measure --target qwen2.5-coder-1.5b",
         "bitdraft generate 'List the days of the week twice.'",
+        "bitdraft bench kernels",
+        "bitdraft bench step smollm2-135m",
         "bitdraft pull smollm2-135m",
     ],
+    "docs/how-to/use-your-machine-well.md": ["bitdraft bench kernels"],
     "docs/tutorial/first-measurement.md": [
         "bitdraft pull qwen2.5-coder-1.5b qwen2.5-coder-0.5b",
         "bitdraft measure --target qwen2.5-coder-1.5b",
@@ -50,7 +65,8 @@ NEED_MODELS = {
         "bitdraft generate 'Write a Python function",
     ],
 }
-"""Beginnings of the commands that need large model files, by page and in order: parsed, not run. All others are run."""
+"""Beginnings of the commands that need large model files or half a minute, by page and in order: parsed, not run. All
+others are run."""
 
 NOT_RUN = re.compile(r"make [a-z-]+|source \.venv/bin/activate|pip install .*")
 """Commands of other programs that docs may show."""
@@ -80,30 +96,31 @@ def arguments(command: str) -> list[str] | None:
     return words[1:] if words and words[0].removeprefix(".venv/bin/") == "bitdraft" else None
 
 
-def needs_models(page: str, command: str) -> bool:
+def parsed_only(page: str, command: str) -> bool:
     given = arguments(command)
     start = shlex.join(["bitdraft", *given]) if given is not None else ""
-    return any(start.startswith(beginning.removesuffix("'")) for beginning in NEED_MODELS.get(page, ()))
+    return any(start.startswith(beginning.removesuffix("'")) for beginning in NOT_HERE.get(page, ()))
 
 
 def parse(given: list[str]) -> tuple[str, dict[str, object]]:
     """Let the command line parse arguments; returns the verb and its parameters. Raises what it raises."""
-    verb, *rest = given
-    return verb, COMMANDS.commands[verb].make_context(verb, rest).params
+    words = 2 if " ".join(given[:2]) in VERBS else 1
+    verb = " ".join(given[:words])
+    return verb, VERBS[verb].make_context(verb, given[words:]).params
 
 
 SHOWN = [(page, command) for page, text in PAGES.items() if page != "README.zh.md" for command in shown_commands(text)]
 RUN_PAGES = sorted(
-    {page for page, command in SHOWN if arguments(command) is not None and not needs_models(page, command)}
+    {page for page, command in SHOWN if arguments(command) is not None and not parsed_only(page, command)}
 )
 
 
 # Commands
 
 
-def test_the_list_of_commands_that_need_models_is_true():
-    for page, beginnings in NEED_MODELS.items():
-        found = [command for shown_on, command in SHOWN if shown_on == page and needs_models(page, command)]
+def test_the_list_of_commands_that_are_not_run_is_true():
+    for page, beginnings in NOT_HERE.items():
+        found = [command for shown_on, command in SHOWN if shown_on == page and parsed_only(page, command)]
         assert len(found) == len(beginnings), f"{page}: {found}"
 
 
@@ -118,7 +135,7 @@ def test_every_command_is_one_that_is_known(page, command):
 def examples() -> Iterator[tuple[str, str]]:
     """Every bitdraft command that docs, help texts and the Makefile show."""
     yield from ((page, command) for page, command in SHOWN if arguments(command) is not None)
-    for verb, command in COMMANDS.commands.items():
+    for verb, command in VERBS.items():
         yield f"{verb} --help", (command.epilog or "").removeprefix("Example: ")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").replace("$(BIN)", ".venv/bin")
     yield from (("Makefile", line.strip()) for line in makefile.splitlines() if ".venv/bin/bitdraft " in line)
@@ -127,7 +144,7 @@ def examples() -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize(("where", "command"), list(examples()))
 def test_every_shown_command_parses_and_names_things_that_exist(where, command):
     verb, given = parse(arguments(command) or [])
-    for option in ("formats", "target_format", "draft_format"):
+    for option in ("formats", "target_format", "draft_format", "format"):
         for name in str(given.get(option) or "").split(","):
             if name:
                 Recipe.parse(name)
@@ -137,14 +154,16 @@ def test_every_shown_command_parses_and_names_things_that_exist(where, command):
     if verb == "measure":
         assert cli._lengths(given["k"])
     known = {*KNOWN_MODELS, "my-target", "my-draft", "ngram"}
-    assert {given[option] for option in ("target", "draft") if given.get(option)} <= known
+    assert {given[option] for option in ("target", "draft", "model") if given.get(option)} <= known
     assert set(given.get("names") or ()) <= set(KNOWN_MODELS)
 
 
-@pytest.mark.parametrize("given", [["measure", "--nonsense"], ["measure", "--target", "a"], ["nonsense"]])
-def test_a_command_that_does_not_exist_does_not_parse(given):
-    with pytest.raises(Exception, match=r"(?i)no such option|missing parameter|nonsense"):
-        parse(given)
+@pytest.mark.parametrize(
+    "words", ["measure --nonsense", "measure --target a", "bench step a --nonsense", "bench nonsense", "nonsense"]
+)
+def test_a_command_that_does_not_exist_does_not_parse(words):
+    with pytest.raises(Exception, match=r"(?i)no such option|missing parameter|nonsense|bench"):
+        parse(words.split())
 
 
 def tiny_model(folder: Path, layers: int) -> None:
@@ -217,7 +236,7 @@ def test_the_commands_of_a_page_run_one_after_the_other(page, models, finished_r
         given = arguments(command)
         if command.startswith("printf "):
             subprocess.run(["bash", "-c", command], check=True)
-        elif given is not None and not needs_models(page, command):
+        elif given is not None and not parsed_only(page, command):
             run_bitdraft(given, monkeypatch)
             assert capfd.readouterr().out.strip(), f"{command} printed nothing"
     for folder in {given[given.index("-o") + 1] for given in map(arguments, commands) if given and "-o" in given}:
@@ -236,26 +255,26 @@ def section(page: str, heading: str) -> str:
     return match[2]
 
 
-@pytest.mark.parametrize("verb", list(COMMANDS.commands))
+@pytest.mark.parametrize("verb", list(VERBS))
 def test_every_verb_has_help_with_an_example(verb):
-    command = COMMANDS.commands[verb]
+    command = VERBS[verb]
     assert command.help
     assert (command.epilog or "").startswith(f"Example: bitdraft {verb}")
     for parameter in command.params:
         assert getattr(parameter, "help", None), f"{verb} {parameter.name} has no help"
 
 
-@pytest.mark.parametrize("verb", list(COMMANDS.commands))
+@pytest.mark.parametrize("verb", list(VERBS))
 def test_every_option_is_documented_and_no_other(verb):
     text = section("docs/reference/cli.md", f"bitdraft {verb}")
-    options = {name for p in COMMANDS.commands[verb].params for name in p.opts if name.startswith("-")} - {"--help"}
+    options = {name for p in VERBS[verb].params for name in p.opts if name.startswith("-")} - {"--help"}
     table = "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(--?[\w-]+)`", table)) == options
 
 
-@pytest.mark.parametrize("verb", list(COMMANDS.commands))
+@pytest.mark.parametrize("verb", list(VERBS))
 def test_documented_defaults_are_true(verb):
-    parameters = {name: p for p in COMMANDS.commands[verb].params for name in p.opts}
+    parameters = {name: p for p in VERBS[verb].params for name in p.opts}
     for line in section("docs/reference/cli.md", f"bitdraft {verb}").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         names = re.findall(r"`(--[\w-]+)`", cells[0])
@@ -265,6 +284,12 @@ def test_documented_defaults_are_true(verb):
             shown = "required" if parameter.required else "none" if default in (None, ()) else default
             shown = "off" if shown is False else f"{shown:g}" if isinstance(shown, float) else str(shown)
             assert cells[1].strip("`") == shown, names[0]
+
+
+def test_every_environment_variable_is_documented_and_no_other():
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    text = section("docs/reference/cli.md", "Environment variables")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(re.findall(r"\bBITDRAFT_[A-Z]+\b", sources))
 
 
 # Reference pages against the code

@@ -70,9 +70,9 @@ def test_logits_of_every_family(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize(("kv_dtype", "loss"), [(torch.bfloat16, 0.03), (torch.int8, 0.03)], ids=str)
+@pytest.mark.parametrize(("kv_dtype", "loss"), [(torch.bfloat16, 0.01), (torch.int8, 0.03)], ids=str)
 def test_a_smaller_cache_costs_little(kind: str, kv_dtype: torch.dtype, loss: float, tmp_path: Path) -> None:
-    """Logits of order one, three layers, half a step of 1/127 or 2^-8 for every number in the cache: 0.01 was seen."""
+    """Logits of order one; every number in the cache is off by half a step at most: 0.005 and 0.014 were seen."""
     build_tiny(kind, tmp_path)
     exact, small = load(tmp_path).forward([Feed(0, IDS, 0, 0)]), load(tmp_path, kv_dtype=kv_dtype)
     got = small.forward([Feed(0, IDS, 0, 0)])

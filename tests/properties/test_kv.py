@@ -92,3 +92,21 @@ def test_a_fork_shares_blocks_until_one_writes() -> None:
     assert second.blocks[1] != first.blocks[1]
     assert read(pool, first) == [1, 2, 3, 4, 5, 6]
     assert read(pool, second) == [1, 2, 3, 4, 5, 6, 70]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_copied_block_is_copied_whole(dtype: torch.dtype) -> None:
+    """Keys, values and, where there are codes, their scales; in every layer."""
+    pool = BlockPool(2, 3, kv_heads=2, head_dim=4, dtype=dtype)
+    block = pool.take()
+    for layer in pool.layers:
+        parts = [t for t in (layer.keys, layer.values, layer.key_scales, layer.value_scales) if t is not None]
+        assert len(parts) == (4 if dtype == torch.int8 else 2)
+        for number, part in enumerate(parts):
+            part[block] = number + 1
+    new = pool.copy(block)
+    for layer in pool.layers:
+        for part in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+            if part is not None:
+                assert torch.equal(part[new], part[block])
+                assert bool((part[new] != 0).all())

@@ -20,11 +20,13 @@ from bitdraft.errors import UsageError
 from bitdraft.models.cached import CachedModel
 from bitdraft.ops import Ragged
 
+Price = Callable[[int, int, int], float]
+
 
 class PricedDecoder:
     """Computes nothing, and moves its own clock on by the price of each step."""
 
-    def __init__(self, price: Callable[[int, int, int], float], context_length: int = 4096) -> None:
+    def __init__(self, price: Price, context_length: int = 4096) -> None:
         self.config = config(context_length=context_length)
         self.price, self.now = price, 0.0
         self.calls: list[tuple[int, int, int]] = []
@@ -57,13 +59,13 @@ def price(rows: int, context: int, batch: int) -> float:
 
 
 def priced(
-    price: Callable[[int, int, int], float] = price, kv_tokens: int = 16384, context_length: int = 4096
+    price: Price = price, kv_tokens: int = 16384, context_length: int = 4096
 ) -> tuple[CachedModel, PricedDecoder]:
     decoder = PricedDecoder(price, context_length)
     return CachedModel(decoder, kv_tokens=kv_tokens, vocab_size=decoder.config.vocab_size), decoder  # type: ignore[arg-type]
 
 
-def curve_of(grid: Grid, price: Callable[[int, int, int], float] = price) -> StepCurve:
+def curve_of(grid: Grid, price: Price = price) -> StepCurve:
     places = product(grid.rows, grid.contexts, grid.batches)
     return StepCurve(tuple(StepCost(*place, price(*place) * 1000) for place in places))
 
@@ -264,7 +266,7 @@ def test_progress_counts_up():
     seen = []
     model, decoder = priced()
     measure_curve(model, decoder.clock, 100.0, SMALL, lambda done, total, label: seen.append((done, total, label)))
-    assert [done for done, _, _ in seen] == list(range(48))
+    assert [done for done, _, _ in seen] == list(range(1, 49))
     assert {(total, label) for _, total, label in seen} == {(48, "timing steps")}
 
 
@@ -286,14 +288,9 @@ def test_the_same_question_is_measured_once(tmp_path):
     model, decoder = priced()
     assert not kept(model, decoder, tmp_path / "a" / "curves")
     assert kept(model, decoder, tmp_path / "a" / "curves")
-    assert not kept(model, decoder, tmp_path / "b")
+    first, again = (cached_curve(model, KEY, tmp_path / "b", decoder.clock, 100.0, SMALL) for _ in range(2))
+    assert first == again
     assert [path.suffix for path in (tmp_path / "b").iterdir()] == [".json"], "one file, and no half one"
-
-
-def test_a_curve_from_a_file_is_the_one_that_was_measured(tmp_path):
-    model, decoder = priced()
-    first = cached_curve(model, KEY, tmp_path, decoder.clock, 100.0)
-    assert cached_curve(model, KEY, tmp_path, decoder.clock, 100.0) == first
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(CurveKey)])
@@ -320,8 +317,6 @@ def test_another_grid_is_measured_anew(tmp_path):
         lambda text: "",
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: "7",
-        lambda text: "{}",
         lambda text: text.replace('"w4a8"', '"w8a8"'),
         lambda text: text.replace('"rows": 1,', '"rows": -1,'),
         lambda text: text.replace('"rows": 1,', '"rows": "1",'),
@@ -339,17 +334,10 @@ def test_a_damaged_or_foreign_file_is_measured_anew_and_mended(tmp_path, damage)
     (path,) = tmp_path.iterdir()
     whole = path.read_text()
     assert damage(whole) != whole
-    path.write_text(damage(whole))
-    assert not kept(model, decoder, tmp_path)
+    for data in (damage(whole).encode(), b"\xff\xfe" + whole.encode()):
+        path.write_bytes(data)
+        assert not kept(model, decoder, tmp_path)
     assert kept(model, decoder, tmp_path)
-
-
-def test_bytes_that_are_no_text_are_measured_anew(tmp_path):
-    model, decoder = priced()
-    kept(model, decoder, tmp_path)
-    (path,) = tmp_path.iterdir()
-    path.write_bytes(b"\xff\xfe\x00")
-    assert not kept(model, decoder, tmp_path)
 
 
 def test_where_nothing_can_be_written_it_is_measured_each_time(tmp_path):

@@ -170,7 +170,7 @@ def measure_curve(
         clock: seconds.
         budget_s: seconds to spend. Steps that are likely to exceed it are left out, but for the first.
         grid: what to time; as far as the model and its cache reach.
-        progress: called before each step.
+        progress: called after each step.
 
     Raises:
         UsageError: the cache is too small for any step.
@@ -179,20 +179,15 @@ def measure_curve(
     taken: dict[tuple[int, int, int], list[float]] = {}
     with _Stage(model, grid, clock) as stage:
         stage.time(1, max(grid.contexts) + max(grid.rows) - 1, 1)  # memory and tables that are made at first use
-        for number, place in enumerate(_rounds(grid)):
-            if progress:
-                progress(number, (grid.repeats + 1) * len(_order(grid)), "timing steps")
+        turns = _order(grid) * (grid.repeats + 1)  # round after round: a slow moment is shared by different steps
+        for done, place in enumerate(turns, start=1):
             if not taken or clock() + _likely(taken, place) <= end:
                 taken.setdefault(place, []).append(stage.time(*place))
+            if progress:
+                progress(done, len(turns), "timing steps")
     # The first timing of a step warms up, and counts only where there is no other.
     steps = [StepCost(*place, median(times[1:] or times) * 1000) for place, times in taken.items()]
     return StepCurve(tuple(_whole(steps, grid)))
-
-
-def _rounds(grid: Grid) -> Iterator[tuple[int, int, int]]:
-    """(rows, context, batch), round after round: a slow moment is shared by different steps."""
-    for _ in range(grid.repeats + 1):
-        yield from _order(grid)
 
 
 def _order(grid: Grid) -> list[tuple[int, int, int]]:
@@ -213,7 +208,7 @@ def _likely(taken: Mapping[tuple[int, int, int], Sequence[float]], place: tuple[
     rows, context, batch = place
     smaller = [p for p in taken if p[0] <= rows and p[2] <= batch]
     near = max(smaller, key=lambda p: (p[0] * p[2], p[1] <= context))
-    return min(taken[near]) * rows * batch / (near[0] * near[2])
+    return max(taken[near]) * rows * batch / (near[0] * near[2])
 
 
 def _whole(steps: Sequence[StepCost], grid: Grid) -> Iterator[StepCost]:
