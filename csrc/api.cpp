@@ -51,11 +51,21 @@ void need_grid(const bd_weight &w) {
   need(fits, BD_E_SHAPE, "a group size that is no multiple of 32 or does not divide the inputs.");
 }
 
+void need_part(const bd_weight &w, const char *name) {
+  need_grid(w);
+  if (!w.panels || (uintptr_t)w.panels % 64)
+    refuse(BD_E_POINTER, std::string(name) + ": panels that are null or not 64-byte aligned.");
+}
+
 void need_weight(const bd_weight *w, const char *name) {
   if (!w) refuse(BD_E_POINTER, std::string(name) + ": a null pointer. Expected a weight.");
-  need_grid(*w);
-  if (!w->panels || (uintptr_t)w->panels % 64)
-    refuse(BD_E_POINTER, std::string(name) + ": panels that are null or not 64-byte aligned.");
+  int parts = 0;
+  for (const bd_weight *part = w; part; part = part->next) {
+    if (++parts > BD_PARTS) refuse(BD_E_SHAPE, std::string(name) + ": more parts than q, k and v. Expected 3 at most.");
+    need_part(*part, name);
+    if (part->inputs != w->inputs || part->activation != w->activation)
+      refuse(BD_E_SHAPE, std::string(name) + ": parts of other inputs, or that round them otherwise. Expected the same.");
+  }
 }
 
 void need_kv(const bd_kv *kv) {
@@ -120,7 +130,7 @@ int64_t bd_weight_bytes(int codec, int grid, int group, int64_t outputs, int64_t
 int bd_pack(bd_pool *pool, bd_weight *w, uint8_t *panels, const void *codes, const float *scales, const uint8_t *zeros) {
   return guarded([&] {
     w->panels = panels;
-    need_weight(w, "weight");
+    need_part(*w, "weight");
     need(codes, BD_E_POINTER, "codes: a null pointer. Expected a buffer.");
     need(w->grid != BD_GRID_SYM || scales, BD_E_POINTER, "scales: a null pointer. Expected one for each group.");
     need(w->grid != BD_GRID_ASYM || (scales && zeros), BD_E_POINTER, "zeros: a null pointer. Expected one for each group.");
@@ -136,7 +146,7 @@ int bd_pack_gguf(bd_pool *pool, bd_weight *w, uint8_t *panels, int type, const u
   return guarded([&] {
     need(bd_gguf_form(type, w) == BD_OK, BD_E_SHAPE, "a GGUF tensor type that is not read, or inputs that are no whole blocks.");
     w->panels = panels;
-    need_weight(w, "weight");
+    need_part(*w, "weight");
     need(blocks, BD_E_POINTER, "blocks: a null pointer. Expected a buffer.");
     bd::pack_gguf(pool->pool, *w, panels, type, blocks);
   });
@@ -145,6 +155,7 @@ int bd_pack_gguf(bd_pool *pool, bd_weight *w, uint8_t *panels, int type, const u
 int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64_t count, float *out) {
   return guarded([&] {
     need_weight(w, "table");
+    need(!w->next, BD_E_SHAPE, "table: a weight of several parts. Expected one.");
     need_floats(out, "out");
     for (int64_t i = 0; i < count; i++) need(rows[i] >= 0 && rows[i] < w->outputs, BD_E_SHAPE, "a row outside the table.");
     const bd::Layout l(*w);
@@ -196,14 +207,14 @@ int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm,
     need_weight(gate_up, "gate_up");
     if (down) need_weight(down, "down");
     need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
-    const int64_t M = gate_up->outputs / 2;
+    const int64_t M = bd::outputs_of(*gate_up) / 2;
     bd::Rounded room;
     float *inner = nullptr, *pair = nullptr;
     auto carve = [&](uint8_t *base) {
       bd::Carver memory(base);
       room = bd::carve_rounded(memory, rows, M > gate_up->inputs ? M : gate_up->inputs);
       inner = memory.take<float>(rows * M);
-      pair = memory.take<float>(M % bd::PANEL ? rows * 2 * M : 0);
+      pair = memory.take<float>(bd::needs_pair(*gate_up) ? rows * 2 * M : 0);
       return memory.bytes();
     };
     carve((uint8_t *)pool->pool.scratch(carve(nullptr)));

@@ -43,12 +43,15 @@ enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E
 
 enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8 };
 
-/* A weight [N, K] in panels of 16 outputs, as bd_pack lays it out (layout.h). */
-typedef struct {
+/* A weight [N, K] in panels of 16 outputs, as bd_pack lays it out (layout.h). A fused weight whose rows are stored in
+ * several ways is a chain of up to BD_PARTS such parts, which read the same rounded inputs: the outputs of `next` follow. */
+enum { BD_PARTS = 3 };
+typedef struct bd_weight {
   int32_t codec, grid, activation, group; /* group: inputs that share a scale, 0 where the grid has none */
-  int64_t outputs, inputs;
+  int64_t outputs, inputs;                /* outputs: of this part alone */
   const uint8_t *panels; /* 64-byte aligned, bd_weight_bytes() long */
   const float *channel;  /* a scale for each output, [N padded to 16], or NULL */
+  const struct bd_weight *next;
 } bd_weight;
 
 /* A ragged batch: see bitdraft.ops.Ragged. */
@@ -99,7 +102,8 @@ BD_API void bd_pool_free(bd_pool *);
 BD_API int bd_pool_threads(const bd_pool *);
 BD_API const char *bd_pool_isa(const bd_pool *);
 
-/* Weights. codes, scales, zeros as bitdraft.ops.packed.Packed holds them; offsets for the grids of GGUF. */
+/* Weights, part by part. codes, scales, zeros as bitdraft.ops.packed.Packed holds them. bd_pack_gguf: the blocks of a
+ * GGUF tensor, row by row, code by code and scale by scale; ggml_type is ggml's number. A table of rows has one part. */
 BD_API int64_t bd_weight_bytes(int codec, int grid, int group, int64_t outputs, int64_t inputs);
 BD_API int bd_pack(bd_pool *, bd_weight *weight, uint8_t *panels, const void *codes, const float *scales_NG,
                    const uint8_t *zeros_NG);

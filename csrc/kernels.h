@@ -27,9 +27,10 @@ struct Kernels {
   // Rows [from, to) of x [R, K]: RMSNorm unless norm is NULL, then rounding.
   void (*round_rows)(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &, int64_t from,
                      int64_t to);
-  // Panels [from, to) of out = x W^T + bias + residual; bias and residual may be NULL, residual may be out.
+  // Panels [from, to) of out = x W^T + bias + residual; bias and residual may be NULL, residual may be out. Rows of out
+  // and residual are `width` apart, which is more than the outputs for a part of a weight.
   void (*linear)(const bd_weight &, const Layout &, const Rounded &, const float *bias, const float *residual, float *out,
-                 int64_t from, int64_t to);
+                 int64_t width, int64_t from, int64_t to);
   // Panels [from, to) of silu(gate) * up, out [R, M].
   void (*gated)(const bd_weight &, const Layout &, const Rounded &, float *out, int64_t from, int64_t to);
   // Rows [from, to) of silu(gate) * up where gate and up stand beside each other, [R, 2 M].

@@ -53,4 +53,11 @@ struct Layout {
   explicit Layout(const bd_weight &w) : Layout(w.codec, w.grid, w.group, w.outputs, w.inputs) {}
 };
 
+// Outputs of all parts.
+inline int64_t outputs_of(const bd_weight &w) {
+  int64_t count = 0;
+  for (const bd_weight *part = &w; part; part = part->next) count += part->outputs;
+  return count;
+}
+
 }  // namespace bd

@@ -30,10 +30,23 @@ Rounded round_inputs(Team &team, Rounded room, const float *x, int64_t rows, int
   return room;
 }
 
+// The panels of all parts, one after the other, are shared out as one loop.
 void multiply(Team &team, const Rounded &rounded, const bd_weight &w, const float *bias, const float *residual, float *out) {
-  const Layout l(w);
-  team.share(l.panels, panel_chunk(l.panels, team.pool.threads()), [&](int64_t from, int64_t to) {
-    team.kernels().linear(w, l, rounded, bias, residual, out, from, to);
+  int64_t panels = 0;
+  for (const bd_weight *part = &w; part; part = part->next) panels += Layout(*part).panels;
+  const int64_t width = outputs_of(w);
+  team.share(panels, panel_chunk(panels, team.pool.threads()), [&](int64_t from, int64_t to) {
+    int64_t column = 0;
+    for (const bd_weight *part = &w; part && to > 0; part = part->next) {
+      const Layout l(*part);
+      const int64_t end = to < l.panels ? to : l.panels;
+      if (from < end)
+        team.kernels().linear(*part, l, rounded, bias ? bias + column : nullptr, residual ? residual + column : nullptr,
+                              out + column, width, from, end);
+      column += part->outputs;
+      from = from > l.panels ? from - l.panels : 0;
+      to -= l.panels;
+    }
   });
 }
 
@@ -45,11 +58,13 @@ void norm_linear(Team &team, const Rounded &room, const float *x, int64_t rows, 
   multiply(team, rounded, w, bias, residual, out);
 }
 
+bool needs_pair(const bd_weight &gate_up) { return gate_up.next || gate_up.outputs / 2 % PANEL; }
+
 void gated_inputs(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
                   const bd_weight &w, float *gate_up_rows, float *out) {
   const Rounded rounded = round_inputs(team, room, x, rows, w.inputs, norm, eps, w.activation);
-  const int64_t M = w.outputs / 2;
-  if (M % PANEL == 0) {
+  const int64_t M = outputs_of(w) / 2;
+  if (!needs_pair(w)) {
     const Layout l(w);
     team.share(M / PANEL, panel_chunk(M / PANEL, team.pool.threads()),
                [&](int64_t from, int64_t to) { team.kernels().gated(w, l, rounded, out, from, to); });
@@ -80,10 +95,12 @@ void attend(Team &team, const AttentionPlan &plan, const float *q, const bd_batc
 void decode(Pool &pool, const Decode &d) {
   const int64_t rows = d.batch.rows, D = d.hidden_size, width = d.attention.heads * d.attention.head_dim;
   const int64_t qkv_width = width + 2 * d.attention.kv_heads * d.attention.head_dim;
-  int64_t inner = 0, widest = D > width ? D : width;
+  int64_t inner = 0, paired = 0, widest = D > width ? D : width;
   for (int64_t i = 0; i < d.count; i++) {
-    const int64_t M = d.layers[i].gate_up.outputs / 2;
+    const bd_weight &gate_up = d.layers[i].gate_up;
+    const int64_t M = outputs_of(gate_up) / 2;
     inner = M > inner ? M : inner;
+    if (needs_pair(gate_up) && M > paired) paired = M;
   }
   widest = inner > widest ? inner : widest;
   const AttentionPlan plan(d.batch, d.attention, pool.threads());
@@ -97,7 +114,7 @@ void decode(Pool &pool, const Decode &d) {
     mixed = memory.take<float>(rows * width);
     partial = memory.take<float>(plan.partial);
     gate = memory.take<float>(rows * inner);
-    pair = memory.take<float>(inner % PANEL ? rows * 2 * inner : 0);
+    pair = memory.take<float>(rows * 2 * paired);
     return memory.bytes();
   };
   carve((uint8_t *)pool.scratch(carve(nullptr)));

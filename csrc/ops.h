@@ -37,7 +37,10 @@ Rounded carve_rounded(Carver &, int64_t rows, int64_t K);
 
 void norm_linear(Team &, const Rounded &, const float *x, int64_t rows, const float *norm, float eps, const bd_weight &,
                  const float *bias, const float *residual, float *out);
-// silu(gate) * up of the normalised rows; gate_up_rows [R, 2 M] is used where M is no multiple of 16.
+// Whether gate and up have to stand beside each other before they meet: they lie in different panels otherwise, or are
+// stored in different ways.
+bool needs_pair(const bd_weight &gate_up);
+// silu(gate) * up of the normalised rows; gate_up_rows [R, 2 M] is used where the above holds.
 void gated_inputs(Team &, const Rounded &, const float *x, int64_t rows, const float *norm, float eps, const bd_weight &,
                   float *gate_up_rows, float *out);
 

@@ -4,9 +4,11 @@ namespace {
 
 using bd::Layout;
 
-constexpr int FLOAT_ROWS = 256;  // rows that share one decoding of a panel
-constexpr int DECODED = 256;     // inputs of a panel that are decoded at a time: 16 KB, half of a small L1 cache
-constexpr int AHEAD = 3072;      // bytes: how far ahead of the codes memory is asked for
+constexpr int FEW = 12;           // rows of float inputs up to which a panel is better read again than decoded
+constexpr int FLOAT_ROWS = 126;   // rows that share one decoding: tiles of six; a stretch of their inputs is 126 KB
+constexpr int FLOAT_PANELS = 8;   // panels that share such a stretch while it is in the second-level cache
+constexpr int DECODED = 256;      // inputs of a panel that are decoded at a time: 16 KB, half of a small L1 cache
+constexpr int AHEAD = 3072;       // bytes: how far ahead of the codes memory is asked for
 
 /// Scale and offset of a panel's group of 32 inputs, `half` 0 or 1 where there is one for 16.
 template <int GRID> struct Grid {
@@ -79,43 +81,45 @@ void int_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const 
   const int8_t *q = x.codes + at * 32;
   const float *sums = x.sums + at, *halves = x.half_sums + at * 2;
   if (rows == 1) {  // a copy that keeps its accumulator in registers
-    Vec one = vec_zero();
+    Vec one = acc[0];
     int_groups<BITS, GRID, 1>(w, l, panel, groups, 1, q, sums, halves, &one);
     acc[0] = one;
     return;
   }
-  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
   int_groups<BITS, GRID, 0>(w, l, panel, groups, rows, q, sums, halves, acc);
 }
 
-// Float inputs. A source gives the values of a panel, two inputs at a time.
+// Float inputs. A source gives the values of a panel for an even input and for the odd one after it.
 
 struct Decoded {
   const float *values;  // [inputs][16]
-  inline void pair(int64_t k, Vec &a, Vec &b) const {
-    a = vec_load(values + k * 16);
-    b = vec_load(values + k * 16 + 16);
-  }
+  inline Vec even(int64_t k) const { return vec_load(values + k * 16); }
+  inline Vec odd(int64_t k) const { return vec_load(values + k * 16 + 16); }
 };
 
 struct Bfloat {
   const uint16_t *values;  // [inputs / 2][16][2]
-  inline void pair(int64_t k, Vec &a, Vec &b) const {
-    const Int both = int_load(values + k * 16);
+  inline Vec even(int64_t k) const {
     prefetch((const uint8_t *)(values + k * 16) + AHEAD);
-    a = bf16_low(both);
-    b = bf16_high(both);
+    return bf16_low(int_load(values + k * 16));
   }
+  inline Vec odd(int64_t k) const { return bf16_high(int_load(values + k * 16)); }
 };
 
 template <int CODEC> struct Float8 {
   const uint8_t *values;  // [inputs][16]; E4M3 comes out 2^-8 times too small, see `finish`
-  inline void pair(int64_t k, Vec &a, Vec &b) const {
+  inline Vec even(int64_t k) const {
     prefetch(values + k * 16 + AHEAD);
-    a = CODEC == BD_E4M3 ? e4m3_load(values + k * 16) : e5m2_load(values + k * 16);
-    b = CODEC == BD_E4M3 ? e4m3_load(values + k * 16 + 16) : e5m2_load(values + k * 16 + 16);
+    return CODEC == BD_E4M3 ? e4m3_load(values + k * 16) : e5m2_load(values + k * 16);
+  }
+  inline Vec odd(int64_t k) const {
+    return CODEC == BD_E4M3 ? e4m3_load(values + k * 16 + 16) : e5m2_load(values + k * 16 + 16);
   }
 };
+
+template <class Source> inline Source source(const uint8_t *codes) {
+  return {reinterpret_cast<decltype(Source::values)>(codes)};
+}
 
 template <int ROWS, class Source>
 inline void multiply(const Source &w, int64_t inputs, const float *x, int64_t stride, Vec *acc) {
@@ -123,10 +127,10 @@ inline void multiply(const Source &w, int64_t inputs, const float *x, int64_t st
 #pragma GCC unroll 8
   for (int m = 0; m < ROWS; m++) sum[m] = acc[m];
   for (int64_t k = 0; k < inputs; k += 2) {
-    Vec a, b;
-    w.pair(k, a, b);
+    const Vec a = w.even(k);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) sum[m] = vec_fma(a, vec_set(x[m * stride + k]), sum[m]);
+    const Vec b = w.odd(k);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) sum[m] = vec_fma(b, vec_set(x[m * stride + k + 1]), sum[m]);
   }
@@ -147,12 +151,12 @@ inline void multiply_rows(const Source &w, int64_t inputs, const float *x, int64
   }
 }
 
-template <class Source> void decode_source(const Source &w, int64_t inputs, float *out) {
-  for (int64_t k = 0; k < inputs; k += 2) {
-    Vec a, b;
-    w.pair(k, a, b);
-    vec_store(out + k * 16, a);
-    vec_store(out + k * 16 + 16, b);
+template <class Source>
+void decode_floats(const bd_weight &, const Layout &l, const uint8_t *panel, int64_t k, int64_t inputs, float *out) {
+  const Source w = source<Source>(panel + l.codes_at);
+  for (int64_t i = 0; i < inputs; i += 2) {
+    vec_store(out + i * 16, w.even(k + i));
+    vec_store(out + i * 16 + 16, w.odd(k + i));
   }
 }
 
@@ -175,90 +179,80 @@ void decode_groups(const bd_weight &w, const Layout &l, const uint8_t *panel, in
   }
 }
 
-/// A source that the inner loop reads directly while few rows share it, and from a decoded copy otherwise.
+using Panel = void (*)(const bd_weight &, const Layout &, const uint8_t *panel, const Rounded &, int64_t row, int rows, Vec *);
+using Decode = void (*)(const bd_weight &, const Layout &, const uint8_t *panel, int64_t k, int64_t inputs, float *out);
+
+/// A few rows: the inner loop reads the panel itself.
 template <class Source>
-void direct_panel(const Source &w, const Rounded &x, int64_t row, int rows, Vec *acc, int64_t stored) {
-  const float *values = x.values + row * x.inputs;
-  if (rows <= 6) return multiply_rows(w, x.inputs, values, x.inputs, rows, acc);
-  alignas(64) float decoded[DECODED * 16];
-  for (int64_t k = 0; k < x.inputs; k += DECODED) {
-    const int64_t inputs = x.inputs - k < DECODED ? x.inputs - k : DECODED;
-    decode_source(Source{w.values + k * stored}, inputs, decoded);
-    multiply_rows(Decoded{decoded}, inputs, values + k, x.inputs, rows, acc);
-  }
+void few_rows(const bd_weight &, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
+  multiply_rows(source<Source>(panel + l.codes_at), x.inputs, x.values + row * x.inputs, x.inputs, rows, acc);
 }
 
-template <int BITS, int GRID>
-void decoded_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows,
-                   Vec *acc) {
-  alignas(64) float decoded[DECODED * 16];
-  for (int64_t k = 0; k < x.inputs; k += DECODED) {
-    const int64_t inputs = x.inputs - k < DECODED ? x.inputs - k : DECODED;
-    decode_groups<BITS, GRID>(w, l, panel, k, inputs, decoded);
-    multiply_rows(Decoded{decoded}, inputs, x.values + row * x.inputs + k, x.inputs, rows, acc);
-  }
-}
-
-using Panel = void (*)(const bd_weight &, const Layout &, const uint8_t *, const Rounded &, int64_t, int, Vec *);
-
-template <int CODEC>
-void float_panel(const bd_weight &, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
-  const uint8_t *codes = panel + l.codes_at;
-  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
-  if constexpr (CODEC == BD_F32) direct_panel(Decoded{(const float *)codes}, x, row, rows, acc, 16);
-  else if constexpr (CODEC == BD_BF16) direct_panel(Bfloat{(const uint16_t *)codes}, x, row, rows, acc, 16);
-  else direct_panel(Float8<CODEC>{codes}, x, row, rows, acc, 16);
-}
-
-template <int BITS, int GRID>
-void coded_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
-  for (int m = 0; m < rows; m++) acc[m] = vec_zero();
-  decoded_panel<BITS, GRID>(w, l, panel, x, row, rows, acc);
-}
-
-/// What there is for an integer format: products with 8-bit inputs and with float ones, and decoding.
-struct Integers {
-  Panel integer, real;
-  void (*decode)(const bd_weight &, const Layout &, const uint8_t *, int64_t, int64_t, float *);
+/// What there is for a format. integer: for 8-bit inputs; few: for up to FEW rows of float inputs, or none; decode.
+struct Form {
+  Panel integer, few;
+  Decode decode;
 };
-template <int BITS, int GRID> constexpr Integers integers() {
-  return {int_panel<BITS, GRID>, coded_panel<BITS, GRID>, decode_groups<BITS, GRID>};
+template <class Source> constexpr Form floats() { return {nullptr, few_rows<Source>, decode_floats<Source>}; }
+template <int BITS, int GRID> constexpr Form integers() {
+  return {int_panel<BITS, GRID>, nullptr, decode_groups<BITS, GRID>};
 }
 
-Integers integers_of(const bd_weight &w) {
+Form form_of(const bd_weight &w) {
   switch (w.codec * (int)BD_GRIDS + w.grid) {
-#define BD_CASE(BITS, GRID) \
+#define BD_FLOATS(CODEC, SOURCE) \
+  case BD_##CODEC * (int)BD_GRIDS + (int)BD_GRID_NONE: return floats<SOURCE>();
+#define BD_INTEGERS(BITS, GRID) \
   case BD_INT##BITS * (int)BD_GRIDS + (int)BD_GRID_##GRID: return integers<BITS, BD_GRID_##GRID>();
-    BD_CASE(2, SYM) BD_CASE(2, ASYM) BD_CASE(3, SYM) BD_CASE(3, ASYM) BD_CASE(6, SYM) BD_CASE(6, ASYM)
-    BD_CASE(4, SYM) BD_CASE(4, ASYM) BD_CASE(4, MIN) BD_CASE(4, K)
-    BD_CASE(5, SYM) BD_CASE(5, MIN) BD_CASE(5, K) BD_CASE(6, K16)
-    BD_CASE(8, NONE) BD_CASE(8, SYM)
-#undef BD_CASE
+    BD_FLOATS(F32, Decoded) BD_FLOATS(BF16, Bfloat) BD_FLOATS(E4M3, Float8<BD_E4M3>) BD_FLOATS(E5M2, Float8<BD_E5M2>)
+    BD_INTEGERS(2, SYM) BD_INTEGERS(2, ASYM) BD_INTEGERS(3, SYM) BD_INTEGERS(3, ASYM)
+    BD_INTEGERS(4, SYM) BD_INTEGERS(4, ASYM) BD_INTEGERS(4, MIN) BD_INTEGERS(4, K)
+    BD_INTEGERS(5, SYM) BD_INTEGERS(5, MIN) BD_INTEGERS(5, K)
+    BD_INTEGERS(6, SYM) BD_INTEGERS(6, ASYM) BD_INTEGERS(6, K16)
+    BD_INTEGERS(8, NONE) BD_INTEGERS(8, SYM)
+#undef BD_FLOATS
+#undef BD_INTEGERS
   }
   return {nullptr, nullptr, nullptr};
 }
 
-Panel panel_kernel(const bd_weight &w) {
-  switch (w.codec) {
-    case BD_F32: return float_panel<BD_F32>;
-    case BD_BF16: return float_panel<BD_BF16>;
-    case BD_E4M3: return float_panel<BD_E4M3>;
-    case BD_E5M2: return float_panel<BD_E5M2>;
+/// Many rows: each stretch of inputs of a panel is decoded once for all rows, and is taken for several panels in turn, so
+/// that the rows' inputs stay in the second-level cache for them.
+void many_rows(Decode decode, const bd_weight &w, const Layout &l, int64_t p, int panels, const Rounded &x, int64_t row,
+               int rows, Vec *acc) {
+  alignas(64) float decoded[DECODED * 16];
+  for (int64_t k = 0; k < x.inputs; k += DECODED) {
+    const int64_t inputs = x.inputs - k < DECODED ? x.inputs - k : DECODED;
+    for (int i = 0; i < panels; i++) {
+      decode(w, l, w.panels + (p + i) * l.panel_bytes, k, inputs, decoded);
+      multiply_rows(Decoded{decoded}, inputs, x.values + row * x.inputs + k, x.inputs, rows, acc + i * rows);
+    }
   }
-  const Integers found = integers_of(w);
-  return w.activation == BD_ACT_INT8 ? found.integer : found.real;
 }
 
-/// Products of a panel with rows [row, row + rows), times the scales of rows and outputs.
-inline void finished_panel(Panel kernel, const bd_weight &w, const Layout &l, int64_t p, const Rounded &x, int64_t row,
-                           int rows, Vec *acc) {
-  kernel(w, l, w.panels + p * l.panel_bytes, x, row, rows, acc);
-  Vec channel = w.channel ? vec_load(w.channel + p * 16) : vec_set(1.0f);
-  if (w.codec == BD_E4M3) channel = vec_mul(channel, vec_set(256.0f));
-  for (int m = 0; m < rows; m++) acc[m] = vec_mul(vec_mul(acc[m], vec_set(x.scale[row + m])), channel);
+/// Products of panels [p, p + panels) with rows [row, row + rows), times the scales of rows and outputs: [panels][rows].
+inline void products(const Form &form, const bd_weight &w, const Layout &l, int64_t p, int panels, const Rounded &x,
+                     int64_t row, int rows, Vec *acc) {
+  for (int i = 0; i < panels * rows; i++) acc[i] = vec_zero();
+  const Panel panel = w.activation == BD_ACT_INT8 ? form.integer : rows <= FEW ? form.few : nullptr;
+  for (int i = 0; panel && i < panels; i++) panel(w, l, w.panels + (p + i) * l.panel_bytes, x, row, rows, acc + i * rows);
+  if (!panel) many_rows(form.decode, w, l, p, panels, x, row, rows, acc);
+  for (int i = 0; i < panels; i++) {
+    Vec channel = w.channel ? vec_load(w.channel + (p + i) * 16) : vec_set(1.0f);
+    if (w.codec == BD_E4M3) channel = vec_mul(channel, vec_set(256.0f));
+    for (int m = 0; m < rows; m++)
+      acc[i * rows + m] = vec_mul(vec_mul(acc[i * rows + m], vec_set(x.scale[row + m])), channel);
+  }
 }
 
-inline int block_of(const bd_weight &w) { return w.activation == BD_ACT_INT8 ? bd::ROW_BLOCK : FLOAT_ROWS; }
+/// How rows and panels are taken: 8-bit inputs in the blocks that they lie in, panel by panel.
+struct Blocks {
+  int rows, panels;
+  explicit Blocks(const bd_weight &w) : rows(w.activation == BD_ACT_INT8 ? bd::ROW_BLOCK : FLOAT_ROWS),
+                                        panels(w.activation == BD_ACT_INT8 ? 1 : FLOAT_PANELS) {}
+};
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 inline void store_some(float *out, Vec v, int64_t count) {
   if (count >= 16) return vec_store(out, v);
@@ -268,20 +262,20 @@ inline void store_some(float *out, Vec v, int64_t count) {
 }
 
 void linear(const bd_weight &w, const Layout &l, const Rounded &x, const float *bias, const float *residual, float *out,
-            int64_t from, int64_t to) {
-  const Panel kernel = panel_kernel(w);
-  const int block = block_of(w);
-  Vec acc[FLOAT_ROWS];
-  for (int64_t p = from; p < to; p++) {
-    const int64_t n = p * 16, count = w.outputs - n;
-    for (int64_t row = 0; row < x.rows; row += block) {
-      const int rows = (int)(x.rows - row < block ? x.rows - row : block);
-      finished_panel(kernel, w, l, p, x, row, rows, acc);
-      for (int m = 0; m < rows; m++) {
-        const int64_t at = (row + m) * w.outputs + n;
-        if (bias) acc[m] = vec_add(acc[m], load_padded(bias, n, w.outputs));
-        if (residual) acc[m] = vec_add(acc[m], load_padded(residual + (row + m) * w.outputs, n, w.outputs));
-        store_some(out + at, acc[m], count);
+            int64_t width, int64_t from, int64_t to) {
+  const Form form = form_of(w);
+  const Blocks block(w);
+  Vec acc[FLOAT_PANELS * FLOAT_ROWS];
+  for (int64_t p = from; p < to; p += block.panels) {
+    const int panels = (int)least(block.panels, to - p);
+    for (int64_t row = 0; row < x.rows; row += block.rows) {
+      const int rows = (int)least(block.rows, x.rows - row);
+      products(form, w, l, p, panels, x, row, rows, acc);
+      for (int i = 0; i < panels * rows; i++) {
+        const int64_t n = (p + i / rows) * 16, at = (row + i % rows) * width;
+        if (bias) acc[i] = vec_add(acc[i], load_padded(bias, n, w.outputs));
+        if (residual) acc[i] = vec_add(acc[i], load_padded(residual + at, n, w.outputs));
+        store_some(out + at + n, acc[i], w.outputs - n);
       }
     }
   }
@@ -290,16 +284,18 @@ void linear(const bd_weight &w, const Layout &l, const Rounded &x, const float *
 inline Vec silu(Vec a) { return vec_div(a, vec_add(vec_set(1.0f), vec_exp(vec_sub(vec_zero(), a)))); }
 
 void gated(const bd_weight &w, const Layout &l, const Rounded &x, float *out, int64_t from, int64_t to) {
-  const Panel kernel = panel_kernel(w);
-  const int block = block_of(w);
+  const Form form = form_of(w);
+  const Blocks block(w);
   const int64_t M = w.outputs / 2;
-  Vec gate[FLOAT_ROWS], up[FLOAT_ROWS];
-  for (int64_t p = from; p < to; p++) {
-    for (int64_t row = 0; row < x.rows; row += block) {
-      const int rows = (int)(x.rows - row < block ? x.rows - row : block);
-      finished_panel(kernel, w, l, p, x, row, rows, gate);
-      finished_panel(kernel, w, l, M / 16 + p, x, row, rows, up);
-      for (int m = 0; m < rows; m++) vec_store(out + (row + m) * M + p * 16, vec_mul(silu(gate[m]), up[m]));
+  Vec gate[FLOAT_PANELS * FLOAT_ROWS], up[FLOAT_PANELS * FLOAT_ROWS];
+  for (int64_t p = from; p < to; p += block.panels) {
+    const int panels = (int)least(block.panels, to - p);
+    for (int64_t row = 0; row < x.rows; row += block.rows) {
+      const int rows = (int)least(block.rows, x.rows - row);
+      products(form, w, l, p, panels, x, row, rows, gate);
+      products(form, w, l, M / 16 + p, panels, x, row, rows, up);
+      for (int i = 0; i < panels * rows; i++)
+        vec_store(out + (row + i % rows) * M + (p + i / rows) * 16, vec_mul(silu(gate[i]), up[i]));
     }
   }
 }
@@ -314,16 +310,12 @@ void gate_rows(const float *gate_up, int64_t M, float *out, int64_t from, int64_
 
 /// One output's weights, for embeddings: a panel is decoded and a lane taken.
 void unpack_row(const bd_weight &w, const Layout &l, int64_t row, float *out) {
-  const uint8_t *panel = w.panels + row / 16 * l.panel_bytes, *codes = panel + l.codes_at;
+  const uint8_t *panel = w.panels + row / 16 * l.panel_bytes;
   alignas(64) float decoded[DECODED * 16];
   const float channel = (w.channel ? w.channel[row] : 1.0f) * (w.codec == BD_E4M3 ? 256.0f : 1.0f);
   for (int64_t k = 0; k < l.inputs; k += DECODED) {
     const int64_t inputs = l.inputs - k < DECODED ? l.inputs - k : DECODED;
-    if (w.codec == BD_F32) decode_source(Decoded{(const float *)codes + k * 16}, inputs, decoded);
-    else if (w.codec == BD_BF16) decode_source(Bfloat{(const uint16_t *)codes + k * 16}, inputs, decoded);
-    else if (w.codec == BD_E4M3) decode_source(Float8<BD_E4M3>{codes + k * 16}, inputs, decoded);
-    else if (w.codec == BD_E5M2) decode_source(Float8<BD_E5M2>{codes + k * 16}, inputs, decoded);
-    else integers_of(w).decode(w, l, panel, k, inputs, decoded);
+    form_of(w).decode(w, l, panel, k, inputs, decoded);
     for (int64_t i = 0; i < inputs && k + i < w.inputs; i++) out[k + i] = decoded[i * 16 + row % 16] * channel;
   }
 }

@@ -64,7 +64,7 @@ class Weight {
       small_offset_.push_back((uint8_t)random.below(64));
     }
     packed = {.codec = form.codec, .grid = form.grid, .activation = activation, .group = form.group, .outputs = N, .inputs = K,
-              .panels = nullptr, .channel = nullptr};
+              .panels = nullptr, .channel = nullptr, .next = nullptr};
     if (channel) {
       for (int64_t n = 0; n < bd::round_up(N, 16); n++) channel_.push_back(n < N ? 0.25f + (float)random.uniform() : 0.0f);
       packed.channel = channel_.data();

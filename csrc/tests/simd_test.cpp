@@ -1,4 +1,4 @@
-// The vectors of one instruction set, BD_SIMD, against what each operation means for a single lane.
+// The vectors of one instruction set, BD_ISA, against what each operation means for a single lane.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -10,7 +10,7 @@
 
 #include BD_SIMD
 
-#include "../kernels.h"
+#include "../ops.h"
 #include "../kernels/math.inl"
 #include "../kernels/rows.inl"
 
@@ -328,9 +328,9 @@ template <int BITS> void groups() {
   shorten<16>(), shorten<20>(), shorten<21>();
   float8<20>(4, 3, 448.0f), float8<21>(5, 2, 57344.0f);
   groups<2>(), groups<3>(), groups<4>(), groups<5>(), groups<6>(), groups<8>();
-  return test::result(BD_SIMD);
+  return test::result(BD_ISA);
 }
 
 }  // namespace
 
-int main() { return BD_RUNS ? run() : test::SKIPPED; }
+int main() { return bd::find_kernels(BD_ISA) ? run() : test::SKIPPED; }
