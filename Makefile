@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-models lint format bench clean
+.PHONY: help setup demo test test-models test-native lint format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,19 @@ test: .venv/.dev ## all tests but those on the large model files
 
 test-models: .venv/.dev ## the tests on the large model files
 	$(BIN)/pytest -m models
+
+# A build tree of its own under build/, its tests built and run: $(call native,NAME,OPTIONS)
+NINJA := $(if $(shell command -v ninja),-G Ninja)
+SIMDE := $(wildcard /usr/include/simde/x86/avx512.h)
+define native
+	cmake -S . -B build/$(1) $(NINJA) -DBITDRAFT_CPP_TESTS=ON $(2)
+	cmake --build build/$(1) --parallel 2
+	ctest --test-dir build/$(1) --output-on-failure
+endef
+
+test-native: ## the C++ tests: plain, with AVX-512 emulated if SIMDe is there, and with sanitizers
+	$(call native,native,$(if $(SIMDE),-DBITDRAFT_EMULATE_AVX512=ON))
+	$(call native,sanitized,-DBITDRAFT_SANITIZE=ON)
 
 lint: .venv/.dev ## style and types
 	$(BIN)/ruff check .

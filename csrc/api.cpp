@@ -79,6 +79,7 @@ void need_batch(const bd_batch *batch, const bd_attention *shape) {
   need(shape->heads > 0 && shape->kv_heads > 0 && shape->heads % shape->kv_heads == 0 && shape->head_dim > 0 &&
            shape->head_dim % 2 == 0,
        BD_E_SHAPE, "heads that are no multiple of the KV heads, or an odd head dimension.");
+  need(shape->head_dim <= bd::MAX_HEAD_DIM, BD_E_SHAPE, "a head dimension above 512. Expected at most that.");
 }
 
 // Run an operation; turn what it throws into a code.
@@ -159,11 +160,11 @@ int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64
     need_floats(out, "out");
     for (int64_t i = 0; i < count; i++) need(rows[i] >= 0 && rows[i] < w->outputs, BD_E_SHAPE, "a row outside the table.");
     const bd::Layout l(*w);
-    pool->pool.run([&](bd::Team &team) {
-      team.share(count, 1, [&](int64_t from, int64_t to) {
-        for (int64_t i = from; i < to; i++) team.kernels().unpack_row(*w, l, rows[i], out + i * w->inputs);
-      });
-    });
+    auto unpack = [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; i++) pool->pool.kernels().unpack_row(*w, l, rows[i], out + i * w->inputs);
+    };
+    if (count <= 16) return unpack(0, count);  // less work than waking a thread
+    pool->pool.run([&](bd::Team &team) { team.share(count, 4, unpack); });
   });
 }
 

@@ -66,8 +66,8 @@ struct Planner {
     return sum;
   }
 
-  // All items of a sequence's rows [from, to), the blocks that see most first. `partial` is where the results of its first
-  // row and of chunk `all.first` go, or negative.
+  // All items of a sequence's rows [from, to), the blocks that see most first. `partial` is where the results of its
+  // first row and of chunk `all.first` go, or negative.
   void add_items(std::vector<AttentionItem> &items, int64_t sequence, int64_t from, int64_t to, Chunks all,
                  int64_t partial) const {
     const int64_t stride = all.count() * row_floats;

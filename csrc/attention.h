@@ -1,8 +1,8 @@
 // How attention is cut into work, and why a row's result does not depend on the cut.
 //
 // A row's softmax is taken over chunks of 256 tokens that begin at absolute positions 0, 256, 512, ...; the chunks that
-// the row sees are folded together in order. That is all there is to a value: whether one thread goes through the chunks
-// of a row or several do, and which rows stand beside it, changes nothing. So the cut may follow the machine.
+// the row sees are folded together in order. That is all there is to a value: whether one thread goes through the
+// chunks of a row or several do, and which rows stand beside it, changes nothing. So the cut may follow the machine.
 //
 // Queries: the heads of a KV head's group, row after row; query i is head i % (H / J) of row i / (H / J) of the call.
 #pragma once
@@ -20,8 +20,8 @@ constexpr int64_t MAX_HEAD_DIM = 512;
 constexpr int64_t MAX_PARTIAL = 8 << 20;  // floats of intermediate values that a call takes, whatever its shape
 
 // Queries [from, to) of one sequence and KV head, and the chunks [first, last) that any of them sees. Their results go
-// straight to the output where `partial` is negative. Else there is one chunk, and that of row r and query head h goes to
-// partial + (r - from / (H / J)) * stride + h * partial_width(C).
+// straight to the output where `partial` is negative. Else there is one chunk, and the result of row r and query head h
+// goes to partial + (r - from / (H / J)) * stride + h * partial_width(C).
 struct AttentionItem {
   int64_t sequence, head;
   int64_t from, to;
@@ -34,8 +34,8 @@ struct SplitRow {
   int64_t row, partial, chunks;
 };
 
-// The work of an attention call, the same for all layers: items to be taken one at a time, the longest about first; then,
-// when all are done, merges [0, splits.size() * H).
+// The work of an attention call, the same for all layers: items to be taken one at a time, the longest about first;
+// then, when all are done, merges [0, splits.size() * H).
 struct AttentionPlan {
   std::vector<AttentionItem> items;
   std::vector<SplitRow> splits;

@@ -28,7 +28,9 @@ enum { BD_OK = 0, BD_E_SHAPE = 1, BD_E_POINTER = 2, BD_E_MEMORY = 3, BD_E_ISA = 
 /* How a weight's codes are stored. */
 enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD_INT5, BD_INT6, BD_INT8, BD_CODECS };
 
-/* What stands beside the codes along K; with code u, value = scale * u + offset.
+/* Codes of INT8 that meet 8-bit inputs are from -127 to 127, so that the sum of two products fits 16 bits.
+ *
+ * What stands beside the codes along K; with code u, value = scale * u + offset.
  *   NONE  nothing: value = u (times the output's own scale, if there is one)
  *   SYM   float16 scale a group; offset = -scale * 2^(bits - 1), 0 for INT8
  *   ASYM  float16 scale and uint8 zero point a group; offset = -scale * zero

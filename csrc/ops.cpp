@@ -76,7 +76,7 @@ void gated_inputs(Team &team, const Rounded &room, const float *x, int64_t rows,
 
 void rope_append(Team &team, const float *qkv, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
                  const float *q_norm, const float *k_norm, float *q) {
-  team.share(batch.rows, 1, [&](int64_t from, int64_t to) {
+  team.share(batch.rows, 8, [&](int64_t from, int64_t to) {  // neighbours in the cache share lines
     team.kernels().rope_rows(qkv, batch, shape, kv, q_norm, k_norm, q, from, to);
   });
 }

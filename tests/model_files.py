@@ -121,8 +121,12 @@ def write_gguf(
     change: Callable[[gguf.GGUFWriter], None] | None = None,
     vocabulary: Callable[[gguf.GGUFWriter], None] = byte_level_metadata,
     types: Mapping[str, gguf.GGMLQuantizationType] | None = None,
+    blocks: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write a model with llama.cpp's own writer, in F32 but for the tensors named in `types`."""
+    """Write a model with llama.cpp's own writer, in F32 but for the tensors named in `types`.
+
+    Those in `blocks` are given as they are to stand in the file, [N, bytes of a row], rows in Hugging Face's order.
+    """
     writer = gguf.GGUFWriter(str(path), of.family)
     writer.add_block_count(of.num_layers)
     writer.add_context_length(of.context_length)
@@ -135,12 +139,14 @@ def write_gguf(
     writer.add_rope_freq_base(of.rope_theta)
     vocabulary(writer)
     for name, tensor in (weights(of) if tensors is None else tensors).items():
-        values = tensor.numpy()
+        values = tensor.numpy() if name not in (blocks or {}) else (blocks or {})[name]
         if of.family == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = interleaved(values, of.num_heads if ".q_proj." in name else of.num_kv_heads)
         kind = (types or {}).get(name)
         if kind is None:
             writer.add_tensor(to_gguf_name(name), values)
+        elif name in (blocks or {}):
+            writer.add_tensor(to_gguf_name(name), values, raw_dtype=kind)
         else:
             writer.add_tensor(to_gguf_name(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
     if change is not None:

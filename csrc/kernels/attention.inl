@@ -1,9 +1,10 @@
 // Causal attention over the paged cache: see attention.h for the work items and for what a row's result depends on.
 //
-// An item goes through the tokens of a KV head in panels, each decoded to floats once and used for all its queries, up to
-// six at once so that their sums stay in registers; with few queries, codes go straight to where they are used, and
-// decoding hides behind the multiply-adds. Every sum goes through its terms in one order, whatever the number of queries beside it: scores
-// over channels, weighted values over tokens. Tokens that a row does not see are left out, not multiplied by zero.
+// An item goes through the tokens of a KV head in panels, each decoded to floats once and used for all its queries, up
+// to six at once so that their sums stay in registers; with few queries, codes go straight to where they are used, and
+// decoding hides behind the multiply-adds. Every sum goes through its terms in one order, whatever the number of
+// queries beside it: scores over channels, weighted values over tokens. Tokens that a row does not see are left out,
+// not multiplied by zero.
 #include "rope.inl"
 
 namespace {
@@ -37,8 +38,8 @@ template <class Body> inline void for_tiles(int from, int to, Body body) {
   }
 }
 
-/// Scores of N queries [N][width] with W blocks of 16 keys [C][16]; scales are left for later. Meanwhile as many bytes at
-/// `next` are asked for, a few at a time: in one go they would hold up every other load.
+/// Scores of N queries [N][width] with W blocks of 16 keys [C][16]; scales are left for later. Meanwhile as many bytes
+/// at `next` are asked for, a few at a time: in one go they would hold up every other load.
 template <int N, int W, class Code>
 void dots(const float *q, int64_t width, const Code *const *keys, const Code *const *next, int64_t C, float *scores) {
   const Code *const block[2] = {keys[0], keys[W - 1]}, *const later[2] = {next[0], next[W - 1]};
@@ -96,8 +97,8 @@ void weigh(const float *weights, const Code *values, const Code *next, int64_t w
     for (int w = 0; w < W; w++) vec_store(sums + n * stride + w * 16, sum[n][w]);
 }
 
-/// Scores of tokens [from, to) of a chunk to weights e^(score - largest); result[0] is their sum, result[1] the largest.
-/// With 8-bit codes, scores want the scales of the keys first, and weights those of the values last.
+/// Scores of tokens [from, to) of a chunk to weights e^(score - largest); result[0] is their sum, result[1] the
+/// largest. With 8-bit codes, scores want the scales of the keys first, and weights those of the values last.
 void soften(float *scores, int from, int to, const float *key_scales, const float *value_scales, float *result) {
   static const float lanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const int first = from / 16, last = (to - 1) / 16;
@@ -183,7 +184,8 @@ struct Queries {  // of an item, for the chunk at hand
 
 inline int clip(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-/// body(first, last, from, to) for each run of queries [first, last) that see the same tokens [from, to) of [begin, end).
+/// body(first, last, from, to) for each run of queries [first, last) that see the same tokens [from, to) of [begin,
+/// end).
 template <class Body> inline void for_runs(const Queries &s, int begin, int end, Body body) {
   if (s.all_from <= begin && s.all_to >= end) return body(0, s.count, begin, end);
   for (int i = 0; i < s.count;) {
@@ -196,8 +198,9 @@ template <class Body> inline void for_runs(const Queries &s, int begin, int end,
 }
 
 /// Scores of queries [first, last) with `blocks` blocks of 16 keys, the first of which is token t of the chunk.
-template <class Code> void score_panel(Queries &s, int first, int last, const Code *const *keys, const Code *const *next,
-                                       int blocks, int64_t C, int t) {
+template <class Code>
+void score_panel(Queries &s, int first, int last, const Code *const *keys, const Code *const *next, int blocks,
+                 int64_t C, int t) {
   for_tiles(first, last, [&]<int N>(Count<N>, int i) {
     const float *q = s.q + i * s.width;
     float *scores = s.scores + i * SCORES + t;
@@ -301,8 +304,9 @@ inline void copy(const float *from, float *to, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) vec_store(to + i, vec_load(from + i));
 }
 
-template <class Code> void attend_item(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
-                                       const AttentionItem &item, float *partial, float *out) {
+template <class Code>
+void attend_item(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
+                 const AttentionItem &item, float *partial, float *out) {
   const int64_t H = shape.heads, J = shape.kv_heads, C = shape.head_dim, G = H / J;
   const Reader<Code> cache = {kv, batch.blocks + batch.table_starts[item.sequence], J, item.head, C};
   Queries s;
@@ -341,8 +345,8 @@ template <class Code> void attend_item(const float *q, const bd_batch &batch, co
     finish(s.totals + i * stride, C, s.width, out + (row_of(i) * H + head_of(i)) * C);
 }
 
-void attend(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv, const AttentionItem *items,
-            float *partial, float *out, int64_t from, int64_t to) {
+void attend(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
+            const AttentionItem *items, float *partial, float *out, int64_t from, int64_t to) {
   for (int64_t i = from; i < to; i++) {
     if (kv.dtype == BD_KV_F32) attend_item<float>(q, batch, shape, kv, items[i], partial, out);
     else if (kv.dtype == BD_KV_BF16) attend_item<uint16_t>(q, batch, shape, kv, items[i], partial, out);
@@ -350,7 +354,8 @@ void attend(const float *q, const bd_batch &batch, const bd_attention &shape, co
   }
 }
 
-void merge(const bd_attention &shape, const bd::SplitRow *rows, const float *partial, float *out, int64_t from, int64_t to) {
+void merge(const bd_attention &shape, const bd::SplitRow *rows, const float *partial, float *out, int64_t from,
+           int64_t to) {
   const int64_t H = shape.heads, C = shape.head_dim, padded = bd::padded_head(C), stride = padded + 16;
   alignas(64) float total[bd::MAX_HEAD_DIM + 16];
   for (int64_t i = from; i < to; i++) {

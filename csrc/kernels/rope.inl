@@ -1,7 +1,7 @@
 // Rotary embedding of queries and keys, and the paged cache of keys and values: how a token is written to it.
 //
-// Keys [blocks][J][C][16], so that the scores of a block's 16 tokens are one vector; values [blocks][J][16][C]; for 8-bit
-// codes the scales of both, [blocks][J][16].
+// Keys [blocks][J][C][16], so that the scores of a block's 16 tokens are one vector; values [blocks][J][16][C]; for
+// 8-bit codes the scales of both, [blocks][J][16].
 #include "../attention.h"
 
 namespace {
@@ -44,8 +44,9 @@ float code_scale(const float *x, int64_t C) {
 template <class Code> inline float scale_of(const Code *, const float *, int64_t) { return 1.0f; }
 inline float scale_of(const int8_t *, const float *x, int64_t C) { return code_scale(x, C); }
 
-template <class Code> void write_token(const bd_kv &kv, int64_t slot, int64_t head, int64_t J, int64_t C, const float *key,
-                                       const float *value) {
+template <class Code>
+void write_token(const bd_kv &kv, int64_t slot, int64_t head, int64_t J, int64_t C, const float *key,
+                 const float *value) {
   const int64_t at = slot / KV_BLOCK * J + head, token = slot % KV_BLOCK;
   Code *keys = (Code *)kv.keys + at * C * KV_BLOCK + token;
   Code *values = (Code *)kv.values + (at * KV_BLOCK + token) * C;

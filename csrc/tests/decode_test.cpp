@@ -19,13 +19,17 @@ struct Model {
   int activation, kv_dtype;
   std::vector<int64_t> inner;  // of each layer
   bool extras;                 // bias of q, k and v; norms of q and k
+  bool parts = false;          // the second half of qkv and of gate_up is stored as `SECOND`
 };
+const Form SECOND = {"int8", BD_INT8, BD_GRID_SYM, 32};
 
 const Model MODELS[] = {
     {"w4a8", {"int4", BD_INT4, BD_GRID_ASYM, 32}, BD_ACT_INT8, BD_KV_INT8, {96, 96, 96}, false},
     {"w8a8", {"int8", BD_INT8, BD_GRID_NONE, 0}, BD_ACT_INT8, BD_KV_BF16, {20, 20}, true},
     {"bf16", {"bf16", BD_BF16, BD_GRID_NONE, 0}, BD_ACT_BF16, BD_KV_BF16, {64, 20}, true},
     {"fp8", {"e4m3", BD_E4M3, BD_GRID_NONE, 0}, BD_ACT_E4M3, BD_KV_F32, {48}, false},
+    {"parts", {"int4", BD_INT4, BD_GRID_MIN, 32}, BD_ACT_INT8, BD_KV_BF16, {96, 160}, true, true},
+    {"parts of float inputs", {"int5", BD_INT5, BD_GRID_SYM, 32}, BD_ACT_BF16, BD_KV_BF16, {160, 96}, false, true},
 };
 
 std::vector<float> normals(int64_t count, float scale, test::Random &random) {
@@ -91,10 +95,15 @@ class Decoder {
  public:
   Decoder(bd_pool *pool, const Model &model, test::Random &random)
       : cos_(normals(POSITIONS * C / 2, 1, random)), sin_(normals(POSITIONS * C / 2, 1, random)) {
-    const auto weight = [&](int64_t N, int64_t K) {
-      weights_.push_back(
-          std::make_unique<Weight>(pool, model.form, model.activation, N, K, model.form.grid == BD_GRID_NONE, random));
-      return weights_.back()->packed;
+    const auto stored = [&](Form form, int64_t N, int64_t K) {
+      weights_.push_back(std::make_unique<Weight>(pool, form, model.activation, N, K, form.grid == BD_GRID_NONE, random));
+      return &weights_.back()->packed;
+    };
+    const auto weight = [&](int64_t N, int64_t K) { return *stored(model.form, N, K); };
+    const auto fused = [&](int64_t N, int64_t K) {
+      bd_weight first = weight(model.parts ? N / 2 : N, K);
+      if (model.parts) first.next = stored(SECOND, N - N / 2, K);
+      return first;
     };
     const auto vector = [&](int64_t count, float scale) {
       vectors_.push_back(normals(count, scale, random));
@@ -105,7 +114,7 @@ class Decoder {
       layers.push_back({.input_norm = vector(D, size), .mlp_norm = vector(D, size),
                         .qkv_bias = model.extras ? vector((H + 2 * J) * C, 1) : nullptr,
                         .q_norm = model.extras ? vector(C, 1) : nullptr, .k_norm = model.extras ? vector(C, 1) : nullptr,
-                        .qkv = weight((H + 2 * J) * C, D), .o = weight(D, H * C), .gate_up = weight(2 * M, D),
+                        .qkv = fused((H + 2 * J) * C, D), .o = weight(D, H * C), .gate_up = fused(2 * M, D),
                         .down = weight(D, M)});
     attention = {.heads = H, .kv_heads = J, .head_dim = C, .window = 0, .rotary_positions = POSITIONS, .cos = cos_.data(),
                  .sin = sin_.data(), .eps = EPS};

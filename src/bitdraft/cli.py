@@ -49,6 +49,9 @@ TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps every token
 TopK = Annotated[int, typer.Option(help="Keep the k likeliest tokens; 0 keeps every token.")]
 MinP = Annotated[float, typer.Option(help="Drop tokens less likely than this share of the likeliest; 0 drops none.")]
 Seed = Annotated[int, typer.Option(help="Names the random streams: the same seed gives the same output.")]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Neither read nor keep repacked weights on disk, beside the model.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 
 
@@ -124,8 +127,9 @@ def formats(as_json: Json = False) -> None:
     rows = []
     for name in FORMATS:
         f = get_format(name)
-        group = f.group_size or "channel"
-        rows.append((name, f"{f.bits_per_weight:.2f}", f.activation, str(group), f.head))
+        bits = "as stored" if f.bits_per_weight is None else f"{f.bits_per_weight:.2f}"
+        group = "as stored" if f.kind == "stored" else str(f.group_size or "channel")
+        rows.append((name, bits, f.activation, group, f.head))
     _print_table("formats", ("format", "bits a weight", "activations", "group", "head"), rows, as_json)
 
 
@@ -160,6 +164,7 @@ def measure(
     confirm: Annotated[int, typer.Option(min=0, help="Best combinations of each workload to run end to end.")] = 2,
     confirm_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload to run end to end.")] = 4,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Answer which draft precision and length to use for a target, here and for this traffic, or none at all."""
@@ -183,7 +188,7 @@ def measure(
         confirm_prompts=confirm_prompts,
     )
     with interruptible("What was measured is kept; --resume goes on."), progress_bars() as bars:
-        run(config, output, resume=resume, command=_command_line(), progress=bars)
+        run(config, output, resume=resume, use_cache=not no_cache, command=_command_line(), progress=bars)
     _render(output, as_json)
 
 
@@ -226,6 +231,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the output before this string; may be repeated.")] = None,
     seed: Seed = 0,
     context: Annotated[int, typer.Option(min=2, help="Tokens of prompt and output together, at most.")] = 4096,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Generate text, showing which tokens were drafted, corrected or free."""
@@ -247,7 +253,7 @@ def generate(
     )
     with interruptible("Nothing is kept."):
         with progress_bars() as bars:
-            generator = load(_planned(config, plan), calibration_texts(), bars)
+            generator = load(_planned(config, plan), calibration_texts(), bars, not no_cache)
         ids = generator.prompt_ids(sys.stdin.read() if prompt == "-" else prompt, raw=raw)
         started = perf_counter()
         emissions = generator.run(ids, sampling)
@@ -294,6 +300,7 @@ def bench_step(
     model: Annotated[str, typer.Argument(help="Model to time: a name, a folder, a .gguf or a hub id.")],
     format: Annotated[str, typer.Option("--format", help="Format to time it in.")] = "bf16",
     seconds: Annotated[float, typer.Option(min=0, help="Time to spend on timing, at most.")] = 60.0,
+    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Time a model's steps by rows, context and sequences: what verifying and drafting cost here."""
@@ -301,7 +308,7 @@ def bench_step(
     from .measure.workload import calibration_texts
 
     with interruptible("Nothing is kept."), progress_bars() as bars:
-        result = steps.bench_step(model, format, calibration_texts(), perf_counter, seconds, bars)
+        result = steps.bench_step(model, format, calibration_texts(), perf_counter, seconds, bars, not no_cache)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:

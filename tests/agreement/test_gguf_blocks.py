@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bitdraft.errors import ShapeError
 from bitdraft.models.gguf import GGUFFile
-from bitdraft.models.gguf_blocks import BLOCK_FORMATS, UNREAD_TYPES, BlockFormat, dequantise
+from bitdraft.ops.gguf_blocks import BLOCK_FORMATS, UNREAD_TYPES, BlockFormat, dequantise
 
 
 def same_bits(ours: np.ndarray, theirs: np.ndarray) -> bool:

@@ -120,7 +120,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_a_model_s_steps_are_timed_by_rows_context_and_batch(folder):
     grid = Grid((1, 2, 5), (16, 48), (1, 2), 1)
-    result = bench_step(str(folder), "w4a8", [], ticking(), 1e6, lambda *said: None, grid)
+    result = bench_step(str(folder), "w4a8", [], ticking(), 1e6, lambda *said: None, grid=grid)
     assert set(result) == {"isa", "threads", "model", "format", "steps"}
     assert (result["model"], result["format"]) == (str(folder), "w4a8")
     assert {(s["rows"], s["context"], s["batch"]) for s in result["steps"]} == {
@@ -133,7 +133,7 @@ def test_a_model_s_steps_are_timed_by_rows_context_and_batch(folder):
 
 
 def test_the_context_of_the_model_is_the_longest(folder):
-    result = bench_step(str(folder), "bf16", [], ticking(), 1e6, lambda *said: None, Grid((1, 4), (64, 4096), (1,), 1))
+    result = bench_step(str(folder), "bf16", [], ticking(), 1e6, lambda *said: None, grid=Grid((1, 4), (64, 4096), (1,), 1))
     assert {step["context"] for step in result["steps"]} == {64, 124}
 
 

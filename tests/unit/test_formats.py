@@ -38,6 +38,8 @@ ERRORS = {
     "w2a16-asym": (0.450, "four codes are used"),
 }
 
+ROUNDING = [name for name, form in FORMATS.items() if form.kind != "stored"]
+
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_name_is_its_own_format(name: str) -> None:
@@ -47,7 +49,7 @@ def test_a_name_is_its_own_format(name: str) -> None:
 
 
 def test_every_format_has_a_bound() -> None:
-    assert set(FORMATS) <= set(ERRORS)
+    assert set(ROUNDING) <= set(ERRORS)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,22 @@ def test_awq_needs_groups(text: str) -> None:
         Recipe.parse(text)
 
 
+@pytest.mark.parametrize("text", ["stored-a8-awq", "stored-a16-rtn"])
+def test_what_is_kept_as_stored_takes_no_method(text: str) -> None:
+    with pytest.raises(FormatError, match=r"stored-a\d+ keeps weights as the model's file stores them"):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["stored-a8", "stored-a16"])
+def test_floats_are_kept_as_stored(name: str, dtype: torch.dtype) -> None:
+    form, weight = get_format(name), torch.tensor([[1e-7, 0.1, -3.3], [65504.0, 0.0, 2.0]]).to(dtype)
+    packed = form.encode(weight)
+    assert form.bits_per_weight is None
+    assert (packed.activation, packed.nbytes) == ("bf16", 6 * dtype.itemsize)
+    assert torch.equal(form.decode(packed), weight.float())
+
+
 def test_a_group_that_does_not_divide_is_refused_with_what_would() -> None:
     get_format("w4a16-g64").check("layer", (8, 576))
     with pytest.raises(FormatError, match=r"mlp\.up: 576 inputs .* groups of 128 \(w4a16-g128\).* use -g64"):
@@ -120,7 +138,7 @@ def test_a_group_that_does_not_divide_is_refused_with_what_would() -> None:
     get_format("w8a8").check("mlp.up", (8, 48))
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "w4a16-g128", "w4a16-g64-asym", "w3a8-asym"])
+@pytest.mark.parametrize("name", [*ROUNDING, "w4a16-g128", "w4a16-g64-asym", "w3a8-asym"])
 @pytest.mark.parametrize("K", [128, 256])
 def test_size_is_that_of_a_file(name: str, K: int) -> None:
     """Written as safetensors, scales of groups as float16; and bits per weight are these bytes."""
@@ -152,7 +170,7 @@ def test_heads_of_narrow_formats_stay_at_eight_bits_and_round_inputs_alike() -> 
     for form in FORMATS.values():
         head = get_format(form.head)
         assert head.activation == form.activation
-        assert head.bits == max(8, form.bits)
+        assert head is form if form.kind == "stored" else head.bits == max(8, form.bits)
 
 
 @pytest.mark.parametrize("name", ERRORS)

@@ -2,6 +2,7 @@
 
 A name says all of it: `w4a16-g64-asym` is 4-bit weights in groups of 64 with zero points, inputs in bfloat16. The
 width of the activations is part of the name because it is part of the model's law, not a matter of speed.
+`stored-a8` and `stored-a16` leave the weights as the model's file has them, and say how inputs are rounded.
 
 Shape suffixes: N outputs, K inputs.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..ops.encoding import dequantize
+from ..ops.gguf_blocks import BlockFormat
 from ..ops.packed import Activation, Packed
 from . import integer, minifloat
 
@@ -27,9 +29,10 @@ class Format:
 
     Attributes:
         name: the canonical name.
-        kind: of the codes: plain floats, integers with scales, or one of the 8-bit floats with a scale per output.
-        bits: of a code.
-        activation: how inputs are rounded.
+        kind: of the codes: plain floats, integers with scales, one of the 8-bit floats with a scale per output, or
+            whatever the model's file stores.
+        bits: of a code; 0 if the file decides.
+        activation: how inputs are rounded. What a file stores as floats reads 16-bit inputs in `stored-a8`, too.
         group_size: inputs that share a scale; None for one scale per output, or none at all.
         symmetric: without zero points.
         head: the format that the output head and the embedding are kept in. Below 8 bits they stay at 8: the head is
@@ -37,7 +40,7 @@ class Format:
     """
 
     name: str
-    kind: Literal["float", "integer", "fp8_e4m3", "fp8_e5m2"]
+    kind: Literal["float", "integer", "fp8_e4m3", "fp8_e5m2", "stored"]
     bits: int
     activation: Activation
     group_size: int | None = None
@@ -45,11 +48,14 @@ class Format:
     head: str = ""
 
     @property
-    def bits_per_weight(self) -> float:
+    def bits_per_weight(self) -> float | None:
         """Bits of a weight, its share of its group's 16-bit scale and 8-bit zero point included.
 
-        A scale per output is 32 bits for a whole row of weights, and is not counted.
+        A scale per output is 32 bits for a whole row of weights, and is not counted. None if the model's file decides:
+        `Checkpoint.stored_bits` says it then.
         """
+        if self.kind == "stored":
+            return None
         if self.group_size is None:
             return float(self.bits)
         return self.bits + (16 + (0 if self.symmetric else 8)) / self.group_size
@@ -69,10 +75,10 @@ class Format:
             )
 
     def encode(self, weight_NK: Tensor, shrink: Tensor | float = 1.0) -> Packed:
-        """Round a weight to nearest.
+        """Round a weight to nearest; `stored` formats leave it as it is.
 
         Args:
-            weight_NK: [N, K] float32, finite.
+            weight_NK: [N, K] float32, finite; for `stored` formats float16 or bfloat16, too.
             shrink: the share of each group's range that is kept; what lies outside is clipped. A number, or [N, G];
                 other than 1 only for integers.
 
@@ -82,6 +88,8 @@ class Format:
         assert self.kind == "integer" or shrink == 1.0
         shape = (weight_NK.shape[0], weight_NK.shape[1])
         self.check("a weight", shape)
+        if self.kind == "stored":
+            return Packed(self.name, shape, 8 * weight_NK.itemsize, "bf16", weight_NK)
         scales: Tensor | None = None
         zeros: Tensor | None = None
         if self.kind == "float":
@@ -91,6 +99,17 @@ class Format:
         else:
             codes, scales = minifloat.encode(weight_NK, self.kind)
         return Packed(self.name, shape, self.bits, self.activation, codes, scales, zeros)
+
+    def keep(self, codes: Tensor, blocks: BlockFormat) -> Packed:
+        """Take a weight as a GGUF file stores it: for `stored` formats.
+
+        Args:
+            codes: the blocks, [N, bytes of a row] uint8.
+            blocks: what they are.
+        """
+        assert self.kind == "stored"
+        shape = (codes.shape[0], codes.shape[1] // blocks.nbytes * blocks.values)
+        return Packed(self.name, shape, blocks.code_bits, self.activation, codes, blocks=blocks)
 
     def decode(self, packed: Packed) -> Tensor:
         """The values that a packed weight stands for, [N, K] float32."""
@@ -126,6 +145,8 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format("fp8_e5m2", "fp8_e5m2", 8, "fp8_e5m2", head="fp8_e5m2"),
     "fp8_e4m3-w": Format("fp8_e4m3-w", "fp8_e4m3", 8, "bf16", head="fp8_e4m3-w"),
     **_integers(),
+    "stored-a16": Format("stored-a16", "stored", 0, "bf16", head="stored-a16"),
+    "stored-a8": Format("stored-a8", "stored", 0, "int8", head="stored-a8"),
 }
 """The formats by name. Integer ones below 8 bits also take a group size and zero points: `w4a16-g64-asym`."""
 

@@ -28,14 +28,19 @@ class Recipe:
         """Read a format name with -awq, or with -rtn or nothing for rounding to nearest.
 
         Raises:
-            FormatError: an unknown format, or AWQ for one that has no groups.
+            FormatError: an unknown format, AWQ for one that has no groups, or a method for one that rounds nothing.
         """
         base, _, method = text.rpartition("-")
-        if method == "rtn":
-            return cls(get_format(base).name, get_format(base), "nearest")
-        if method != "awq":
+        if method not in ("rtn", "awq"):
             return cls(get_format(text).name, get_format(text), "nearest")
         found = get_format(base)
+        if found.kind == "stored":
+            raise FormatError(
+                f"{text!r}: {found.name} keeps weights as the model's file stores them, and no method rounds them. "
+                f"Expected {found.name} alone, or an integer format, such as w4a16-awq."
+            )
+        if method == "rtn":
+            return cls(found.name, found, "nearest")
         if found.group_size is None:
             raise FormatError(
                 f"{text!r}: AWQ shifts error between the inputs of a group, and {found.name} has no groups. Expected "

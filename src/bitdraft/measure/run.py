@@ -65,6 +65,7 @@ def run(
     folder: Path,
     *,
     resume: bool,
+    use_cache: bool,
     command: str,
     progress: Progress,
     clock: Callable[[], float] = perf_counter,
@@ -75,6 +76,7 @@ def run(
         config: what to measure.
         folder: where the trace goes.
         resume: allow a folder that holds an unfinished, or finished, run of the same question.
+        use_cache: read repacked weights from disk where they were kept, and keep them.
         command: the command line, kept in the trace.
         progress: called with (done, total, what).
         clock: seconds.
@@ -86,7 +88,7 @@ def run(
         raise UsageError(f"{folder} holds a measurement already. Go on with it by --resume, or choose another folder.")
     recipes = {recipe.name: recipe for recipe in map(Recipe.parse, config.formats)}
     prompts = [p for spec in config.workloads for p in load_workload(spec, config.prompts)]
-    target_source, draft_source = open_source(config.target, progress), open_source(config.draft, progress)
+    target_source, draft_source = (open_source(m, progress, use_cache) for m in (config.target, config.draft))
     check_pair(target_source.tokenizer, draft_source.tokenizer)
     check_layers(target_source.checkpoint, Recipe.parse(config.target_format))
     for recipe in recipes.values():
@@ -302,7 +304,7 @@ def _describe(
             s.max_tokens,
         ),
         rule=config.rule,
-        backend=f"reference (plain PyTorch, FP32): {native.why_none()}" if native.why_none() else "native",
+        backend=native.describe(),
         machine=this_machine(),
         command=command,
         started=datetime.now(UTC).isoformat(timespec="seconds"),

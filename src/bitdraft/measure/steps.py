@@ -23,6 +23,7 @@ def bench_step(
     clock: Callable[[], float],
     seconds: float,
     progress: Progress,
+    use_cache: bool = True,
     grid: Grid = GRID,
 ) -> dict[str, Any]:
     """Load a model and time its steps.
@@ -34,6 +35,7 @@ def bench_step(
         clock: seconds.
         seconds: time to spend on timing, at most; steps for which there is no time are left out.
         progress: called while files are fetched, weights quantised and steps timed.
+        use_cache: read repacked weights from disk where they were kept, and keep them.
         grid: what to time, as far as the model's context reaches.
 
     Returns:
@@ -42,7 +44,7 @@ def bench_step(
     Raises:
         UsageError: a model or a format that cannot be used, or a context that is too short for a step.
     """
-    recipe, source = Recipe.parse(format), open_source(model, progress)
+    recipe, source = Recipe.parse(format), open_source(model, progress, use_cache)
     longest = min(source.checkpoint.config.context_length, max(grid.contexts) + max(grid.rows))
     loaded = load_model(
         source,

@@ -5,6 +5,7 @@ Prefill, decode and verify are the same call: tokens to append, and from which o
 Shape suffixes: R rows that return logits, D hidden size, V vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -98,12 +99,15 @@ class CachedModel:
         if not len(x_RD):
             return torch.empty(0, self.vocab_size)
         usable = self.decoder.logits(x_RD)[:, : self._usable]
-        if bool(usable.isnan().any()):
+        # A sum of numbers is one; it is finite unless they are not, or are larger than logits ever get.
+        if not math.isfinite(float(usable.sum())) and bool(usable.isnan().any()):
             row = int(usable.isnan().any(-1).nonzero()[0])
             raise NumericsError(
                 f"the model's logits are NaN in row {row} of {len(x_RD)}. Expected numbers. The weights or their "
                 "scales are broken, or a format is too narrow for this model: try it in bf16."
             )
+        if self._usable == self.vocab_size:
+            return usable
         return functional.pad(usable, (0, self.vocab_size - self._usable), value=-torch.inf)
 
     def truncate(self, request: int, length: int) -> None:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelFileError
+from ..ops.gguf_blocks import BlockFormat
 from ..ops.packed import Packed
 from .config import ModelConfig
 from .gguf_model import GGUFCheckpoint
@@ -54,6 +55,22 @@ class Checkpoint(Protocol):
         """A tensor by its Hugging Face name, `model.layers.0.self_attn.q_proj.weight`: float32, fresh.
 
         'lm_head.weight' of a model with a tied head is the embedding.
+
+        Raises:
+            ModelFileError: there is no such tensor, or it cannot be read.
+        """
+        ...
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """How a tensor is quantised, by its Hugging Face name; None for plain floats.
+
+        Raises:
+            ModelFileError: there is no such tensor.
+        """
+        ...
+
+    def stored(self, name: str) -> Tensor:
+        """A matrix as it is stored: [N, K] float32, float16 or bfloat16, or blocks, [N, bytes of a row] uint8.
 
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
@@ -166,12 +183,32 @@ class SafetensorsCheckpoint:
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
         """
+        return self.stored(name).to(torch.float32, copy=True)
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """How a tensor is quantised: these files hold plain floats.
+
+        Raises:
+            ModelFileError: there is no such tensor.
+        """
+        self._known(name)
+        return None
+
+    def stored(self, name: str) -> Tensor:
+        """The tensor of this Hugging Face name in its own dtype; it may lie in the file's pages: not to be changed.
+
+        Raises:
+            ModelFileError: there is no such tensor, or it cannot be read.
+        """
+        known = self._known(name)
+        with _reading(self._folder):
+            tensor: Tensor = self._files[known].get_tensor(known)
+            return tensor
+
+    def _known(self, name: str) -> str:
         if not self.has(name):
             raise ModelFileError(f"{self.origin}: there is no tensor {name!r}. Its config says which there are.")
-        stored = self._stored_name(name)
-        with _reading(self._folder):
-            tensor: Tensor = self._files[stored].get_tensor(stored)
-            return tensor.to(torch.float32, copy=True)
+        return self._stored_name(name)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the folder.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops import KVCache, Layer, Prepared, Ragged, Rotary, Stack
-from ..ops.packed import concatenate
+from ..ops.packed import fuse
 from .checkpoint import Weights
 from .config import ModelConfig
 
@@ -128,7 +128,7 @@ def _layer(weights: Weights, i: int) -> Layer:
     prefix = f"model.layers.{i}."
 
     def fused(*names: str) -> Prepared:
-        return ops.prepare(concatenate([weights.packed[prefix + name] for name in names]))
+        return ops.prepare(*fuse([weights.packed[prefix + name] for name in names]))
 
     def vector(name: str) -> Tensor | None:
         return weights.tensors.get(prefix + name)

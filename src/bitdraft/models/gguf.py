@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelFileError
-from .gguf_blocks import BLOCK_FORMATS, UNREAD_TYPES, BlockFormat, dequantise
+from ..ops.gguf_blocks import BLOCK_FORMATS, UNREAD_TYPES, BlockFormat, Bytes, dequantise
 
 Value = bool | int | float | str | list["Value"]
 """What a metadata key can hold."""
@@ -29,6 +29,7 @@ _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 """Value types of a fixed size, by their number in the file, as the `struct` module spells them."""
 _STRING, _ARRAY = 8, 9
 _MOST_DIMENSIONS = 4
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DEEPEST_ARRAY = 4
 
 T = TypeVar("T", bool, int, float, str)
@@ -229,8 +230,20 @@ class GGUFFile:
             KeyError: if the table has no such tensor.
         """
         entry = self.tensors[name]
-        raw = np.frombuffer(self._data, dtype=np.uint8, count=entry.nbytes, offset=entry.start)
-        return torch.from_numpy(dequantise(raw, entry.form)).view(entry.shape)
+        return torch.from_numpy(dequantise(self._raw(entry), entry.form)).view(entry.shape)
+
+    def stored(self, name: str) -> Tensor:
+        """A matrix [N, K] as the file has it: floats in their own dtype, or its blocks, [N, bytes of a row] uint8.
+
+        Raises:
+            KeyError: if the table has no such tensor.
+        """
+        entry = self.tensors[name]
+        rows = torch.from_numpy(self._raw(entry).copy()).view(entry.shape[0], -1)
+        return rows.view(_FLOATS[entry.form.name]) if entry.form.values == 1 else rows
+
+    def _raw(self, entry: TensorEntry) -> Bytes:
+        return np.frombuffer(self._data, dtype=np.uint8, count=entry.nbytes, offset=entry.start)
 
 
 def _article(kind: type) -> str:

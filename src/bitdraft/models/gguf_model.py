@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import ModelFileError
+from ..ops.gguf_blocks import BlockFormat
 from .config import FAMILIES, ModelConfig
 from .gguf import GGUFFile
 from .gguf_vocab import gguf_tokenizer
@@ -23,7 +24,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GGUFCheckpoint:
-    """The tensors of a .gguf file, dequantised one by one as they are asked for.
+    """The tensors of a .gguf file, one by one as they are asked for: dequantised, or as they are stored.
 
     Attributes:
         origin: the file.
@@ -75,9 +76,32 @@ class GGUFCheckpoint:
         Raises:
             ModelFileError: there is no such tensor.
         """
+        return self._ordered(name, self._file.tensor(self._known(name)))
+
+    def block_format(self, name: str) -> BlockFormat | None:
+        """How the tensor of this Hugging Face name is quantised; None for plain floats.
+
+        Raises:
+            ModelFileError: there is no such tensor.
+        """
+        form = self._file.tensors[self._known(name)].form
+        return None if form.values == 1 else form
+
+    def stored(self, name: str) -> Tensor:
+        """The matrix of this Hugging Face name as it is stored: [N, K] floats, or its blocks, [N, bytes] uint8.
+
+        Raises:
+            ModelFileError: there is no such tensor.
+        """
+        return self._ordered(name, self._file.stored(self._known(name)))
+
+    def _known(self, name: str) -> str:
         if not self.has(name):
             raise ModelFileError(f"{self.origin}: there is no tensor {name!r}. Its config says which there are.")
-        tensor = self._file.tensor(self._stored_name(name))
+        return self._stored_name(name)
+
+    def _ordered(self, name: str, tensor: Tensor) -> Tensor:
+        """Rows in Hugging Face's order."""
         if self._file.metadata["general.architecture"] != "llama":
             return tensor
         if ".q_proj." in name:
@@ -102,7 +126,7 @@ def _unpermuted(rows: Tensor, heads: int) -> Tensor:
     c + C / 2; its converter interleaves the two halves of every head of a `llama` model for that.
 
     Args:
-        rows: [H * C, K] or, for a bias, [H * C].
+        rows: [H * C, K], [H * C, bytes] or, for a bias, [H * C].
         heads: H.
     """
     pairs = rows.view(heads, rows.shape[0] // heads // 2, 2, -1)

@@ -45,9 +45,20 @@ def _version(operation: str) -> Callable[..., Any]:
     return native.find(operation) or getattr(reference, operation)
 
 
-def prepare(packed: Packed) -> Prepared:
-    """Bring a weight into the backend's own layout; done once, at load."""
-    return _version("prepare")(packed)  # type: ignore[no-any-return]
+def prepare(*parts: Packed) -> Prepared:
+    """Bring a weight into the backend's own layout; done once, at load.
+
+    Args:
+        parts: the weight, or up to three that are fused: their rows in order, [N, K] each with one K and one
+            activation.
+
+    Raises:
+        ShapeError: parts that do not read the same inputs.
+    """
+    kinds = {(part.shape[1], part.activation) for part in parts}
+    check(len(kinds) == 1, "prepare", f"parts of (inputs, activation) {sorted(kinds)}", "one of each")
+    check(len(parts) <= 3, "prepare", f"{len(parts)} parts", "3 at most")
+    return _version("prepare")(*parts)  # type: ignore[no-any-return]
 
 
 def embed(ids_R: Tensor, table: Prepared) -> Tensor:

@@ -19,16 +19,18 @@ KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 class Weight(Structure):
     """bd_weight."""
 
-    _fields_ = (
-        ("codec", c_int32),
-        ("grid", c_int32),
-        ("activation", c_int32),
-        ("group", c_int32),
-        ("outputs", c_int64),
-        ("inputs", c_int64),
-        ("panels", c_void_p),
-        ("channel", c_void_p),
-    )
+
+Weight._fields_ = (
+    ("codec", c_int32),
+    ("grid", c_int32),
+    ("activation", c_int32),
+    ("group", c_int32),
+    ("outputs", c_int64),
+    ("inputs", c_int64),
+    ("panels", c_void_p),
+    ("channel", c_void_p),
+    ("next", POINTER(Weight)),
+)
 
 
 class Batch(Structure):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
+from .gguf_blocks import dequantise
 from .packed import Activation, Packed
 
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -67,6 +68,8 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 def dequantize(packed: Packed) -> Tensor:
     """The values that a packed weight stands for, [N, K] float32."""
     N, K = packed.shape
+    if packed.blocks is not None:
+        return torch.from_numpy(dequantise(packed.codes.numpy().reshape(-1), packed.blocks)).view(N, K)
     if packed.scales is None:
         return packed.codes.to(torch.float32)
     code_NK = packed.codes

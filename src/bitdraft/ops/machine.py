@@ -2,6 +2,8 @@
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
@@ -44,6 +46,21 @@ def _quota(cgroup: Path) -> float | None:
     return int(limit) / int(period) if limit.isdecimal() and int(period) else None
 
 
+@contextmanager
+def torch_on_all_cores() -> Iterator[None]:
+    """Let torch use as many threads as the kernels, for a stretch of work that is torch's alone.
+
+    Beside the kernels torch runs on one: its threads spin for milliseconds after each operation on a row of logits, on
+    the cores that the kernels' threads are waiting for.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(before, thread_count(os.environ)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class Slab:
     """Memory that weights are cut from, in large pages where the system grants them.
 
@@ -67,7 +84,8 @@ class Slab:
 
 def _pages(size: int) -> Tensor:
     whole = -(-size // _LARGE) * _LARGE
-    region = mmap.mmap(-1, whole + _LARGE)
+    # Private: the pages of a shared mapping, Python's default, are not made large.
+    region = mmap.mmap(-1, whole + _LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         region.madvise(mmap.MADV_HUGEPAGE)
     array = np.frombuffer(region, dtype=np.uint8)

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UsageError
+from ..errors import FormatError, ShapeError, UsageError
 from . import abi
 from .batch import KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
+from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
 from .packed import Layer, Packed, Stack
-from .panels import PanelKind, PanelWeight, panel_kind
+from .panels import PanelKind, Panels, PanelWeight, panel_kind
 
 BLOCK_SIZE = 16
 """Tokens of a KV block: as many as a vector has lanes."""
@@ -67,43 +68,54 @@ class Native:
         if code:
             raise _ERRORS[code](f"{name[3:]}: {self._library.bd_error().decode()}")
 
-    def prepare(self, packed: Packed) -> PanelWeight:
-        """Repack a weight into panels.
+    def prepare(self, *parts: Packed) -> PanelWeight:
+        """Repack a weight, or the parts of one, into panels.
 
         Raises:
             FormatError: a scale layout that no format of bitdraft has.
         """
+        placed = tuple(self._pack(part) if part.blocks is None else self._pack_blocks(part) for part in parts)
+        return PanelWeight(placed, sum(part.nbytes for part in parts))
+
+    def _pack(self, packed: Packed) -> Panels:
         N, scales = packed.shape[0], packed.scales
         kind = panel_kind(packed)
         channel = None
         if scales is not None and kind.grid == "none":
             channel = torch.zeros(-(-N // 16) * 16)
             channel[:N] = scales[:, 0]
-        weight = self.place(kind, channel, packed.nbytes)
-        codes = packed.codes.contiguous()
+        made = self.place(kind, channel)
+        codes = packed.codes.float() if packed.codes.dtype == torch.float16 else packed.codes.contiguous()
         scales = None if scales is None else scales.float().contiguous()
         zeros = None if packed.zeros is None else packed.zeros.contiguous()
-        self._call(
-            "bd_pack",
-            byref(weight.struct),
-            weight.panels.data_ptr(),
-            codes.data_ptr(),
-            _pointer(scales),
-            _pointer(zeros),
-        )
-        return weight
+        places = byref(made.struct()), made.panels.data_ptr(), codes.data_ptr()
+        self._call("bd_pack", *places, _pointer(scales), _pointer(zeros))
+        return made
 
-    def place(self, kind: PanelKind, channel: Tensor | None, packed_bytes: int) -> PanelWeight:
-        """A weight of a kind, in large pages, whose panels are still to be written.
+    def _pack_blocks(self, packed: Packed) -> Panels:
+        """Codes and scales of a GGUF file's blocks go into panels as they are."""
+        assert packed.blocks is not None
+        _check_symmetric(packed, packed.blocks)
+        (N, K), number = packed.shape, packed.blocks.kind
+        struct = abi.Weight(outputs=N, inputs=K)
+        if self._library.bd_gguf_form(number, byref(struct)):
+            raise FormatError(f"{packed.blocks.name} blocks for {K} inputs. Expected quantised ones, and whole blocks.")
+        codec, grid = list(abi.CODECS)[struct.codec], list(abi.GRIDS)[struct.grid]
+        made = self.place(PanelKind(codec, grid, struct.group, packed.activation, packed.shape), None)
+        codes = packed.codes.contiguous()
+        self._call("bd_pack_gguf", byref(made.struct()), made.panels.data_ptr(), number, codes.data_ptr())
+        return made
+
+    def place(self, kind: PanelKind, channel: Tensor | None) -> Panels:
+        """A part of a weight, in large pages, whose panels are still to be written.
 
         Args:
             kind: its sizes and layout.
             channel: a scale for each output, [N padded to 16] float32, or None.
-            packed_bytes: what it takes in its packed form.
         """
         codec, grid = abi.CODECS[kind.codec], abi.GRIDS[kind.grid]
         size = self._library.bd_weight_bytes(codec, grid, kind.group, *kind.shape)
-        return PanelWeight(kind, packed_bytes, self._slab.take(size), channel)
+        return Panels(kind, self._slab.take(size), channel)
 
     def embed(self, ids_R: Tensor, table: PanelWeight) -> Tensor:
         """Rows of the embedding table."""
@@ -261,6 +273,17 @@ def _layer(layer: Layer) -> abi.Layer:
     return abi.Layer(*map(_pointer, vectors), *(weight.struct for weight in weights))
 
 
+def _check_symmetric(packed: Packed, blocks: BlockFormat) -> None:
+    """Pairs of products of 8-bit codes fit 16 bits if no code is -128; ggml writes none, but a file may hold one."""
+    if packed.activation == "int8" and blocks.code_bits == 8:
+        codes = packed.codes.view(torch.int8).view(-1, blocks.nbytes)[:, blocks.nbytes - blocks.values :]
+        if int(codes.amin()) == -128:
+            raise FormatError(
+                f"{packed.format}: a {blocks.name} weight {list(packed.shape)} with codes of -128. Expected -127 to "
+                "127 for 8-bit inputs; use stored-a16."
+            )
+
+
 @cache
 def load() -> tuple[ctypes.CDLL | None, str | None]:
     """The compiled library, or why there is none."""
@@ -295,6 +318,7 @@ def default() -> Native | None:
         if isa:
             raise UsageError(f"BITDRAFT_ISA={isa}: {why}.")
         return None
+    torch.set_num_threads(1)  # see machine.torch_on_all_cores
     return Native(library, isa, thread_count(os.environ))
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
+from .gguf_blocks import BlockFormat
 
 Activation = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
 """How an operation rounds its input rows before it multiplies. `int8` and the FP8 kinds scale every row by its own
@@ -26,12 +27,13 @@ class Packed:
         shape: (N, K).
         bits: width of a code.
         activation: how inputs are rounded before they meet this weight.
-        codes: bf16 or float32 values or float8 values, [N, K]; int8 codes, [N, K]; or codes below 8 bits packed along
-            K into uint8, the first code in the lowest bits: 2 and 4 bits [N, K * bits / 8], other widths as a dense
-            little-endian bit stream per row.
+        codes: float32, bf16, float16 or float8 values, [N, K]; int8 codes, [N, K]; codes below 8 bits packed along K
+            into uint8, the first code in the lowest bits: 2 and 4 bits [N, K * bits / 8], other widths as a dense
+            little-endian bit stream per row; or the blocks of a GGUF file, scales and all, [N, bytes of a row] uint8.
         scales: [N, G] float32 values that are exact in float16 for integer groups, [N, 1] float32 for per-channel
-            scales, None for bf16 and f32.
+            scales, None for floats and for blocks.
         zeros: [N, G] uint8 zero points of an asymmetric format, else None.
+        blocks: what the blocks are; None if there are none.
     """
 
     format: str
@@ -41,6 +43,7 @@ class Packed:
     codes: Tensor
     scales: Tensor | None = None
     zeros: Tensor | None = None
+    blocks: BlockFormat | None = None
 
     @property
     def nbytes(self) -> int:
@@ -111,23 +114,15 @@ class Stack(tuple[Layer, ...]):
 
 
 def concatenate(parts: Sequence[Packed]) -> Packed:
-    """One weight with the rows of all parts, in order: how q, k, v and gate, up are fused.
+    """One weight with the rows of all parts, in order.
 
     Raises:
         ShapeError: if the parts differ in format, width or scale layout.
     """
     first = parts[0]
     for part in parts:
-        if (part.format, part.shape[1], part.bits, part.activation) != (
-            first.format,
-            first.shape[1],
-            first.bits,
-            first.activation,
-        ):
-            raise ShapeError(
-                f"concatenate: {part.format} [{part.shape[0]}, {part.shape[1]}] beside {first.format} "
-                f"[{first.shape[0]}, {first.shape[1]}]. Expected one format and one number of inputs."
-            )
+        if not _alike(part, first):
+            raise _unlike(part, first)
 
     def stack(tensors: list[Tensor | None]) -> Tensor | None:
         present = [t for t in tensors if t is not None]
@@ -139,4 +134,43 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
         codes=torch.cat([p.codes for p in parts]),
         scales=stack([p.scales for p in parts]),
         zeros=stack([p.zeros for p in parts]),
+    )
+
+
+def fuse(parts: Sequence[Packed]) -> list[Packed]:
+    """The rows of all parts, in order, in as few weights as hold them: how q, k, v and gate, up are fused.
+
+    The rows of a fused weight read the same rounded inputs. Where a file stores some of them as integers and others as
+    floats, which do not multiply 8-bit inputs, all read 16-bit ones.
+
+    Returns:
+        weights of one activation; neighbours differ in how they are stored.
+
+    Raises:
+        ShapeError: if the parts differ in format or inputs.
+    """
+    for part in parts:
+        if (part.format, part.shape[1]) != (parts[0].format, parts[0].shape[1]):
+            raise _unlike(part, parts[0])
+    if len({part.activation for part in parts}) > 1:
+        parts = [replace(part, activation="bf16") for part in parts]
+    runs: list[list[Packed]] = []
+    for part in parts:
+        if runs and _alike(runs[-1][0], part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return [concatenate(run) if len(run) > 1 else run[0] for run in runs]
+
+
+def _alike(a: Packed, b: Packed) -> bool:
+    """Whether rows of the two can stand in one weight."""
+    kinds = [(w.format, w.shape[1], w.bits, w.activation, w.codes.dtype, w.blocks) for w in (a, b)]
+    return kinds[0] == kinds[1]
+
+
+def _unlike(part: Packed, first: Packed) -> ShapeError:
+    return ShapeError(
+        f"concatenate: {part.format} [{part.shape[0]}, {part.shape[1]}] beside {first.format} "
+        f"[{first.shape[0]}, {first.shape[1]}]. Expected one format and one number of inputs."
     )

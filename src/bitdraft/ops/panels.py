@@ -1,8 +1,11 @@
 """Weights in the compiled kernels' layout: panels of 16 outputs (csrc/layout.h), alike for every instruction set.
 
+A fused weight whose rows are stored in several ways has a part for each: the rows of a part are of one kind.
+
 Shape suffixes: N outputs, K inputs.
 """
 
+import ctypes
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +18,7 @@ from .packed import Activation, Packed
 
 _FLOATS = {
     torch.float32: "f32",
+    torch.float16: "f32",  # which holds every one of its values; bfloat16 does not
     torch.bfloat16: "bf16",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
@@ -23,7 +27,7 @@ _FLOATS = {
 
 @dataclass(frozen=True)
 class PanelKind:
-    """What a weight's panels hold.
+    """What the panels of a part hold.
 
     Attributes:
         codec: how codes are stored, a key of `abi.CODECS`.
@@ -41,37 +45,24 @@ class PanelKind:
 
 
 @dataclass(frozen=True, eq=False)
-class PanelWeight:
-    """A weight as the kernels multiply by it.
+class Panels:
+    """A weight, or a part of one: rows that are stored alike.
 
     Attributes:
-        kind: its sizes and layout.
-        packed_bytes: what it takes in its packed form.
-        panels: its bytes, [bytes] uint8, 64-byte aligned.
+        kind: sizes and layout.
+        panels: the bytes, [bytes] uint8, 64-byte aligned.
         channel: a scale for each output, [N padded to 16] float32, or None.
     """
 
     kind: PanelKind
-    packed_bytes: int
     panels: Tensor
     channel: Tensor | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return self.kind.shape
-
-    @property
-    def activation(self) -> Activation:
-        """How inputs are rounded before they meet this weight."""
-        return self.kind.activation
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that it takes in memory."""
         return self.panels.numel() + (0 if self.channel is None else 4 * self.channel.numel())
 
-    @cached_property
     def struct(self) -> abi.Weight:
         """What the C interface is given; it points into `panels` and `channel`."""
         return abi.Weight(
@@ -85,8 +76,46 @@ class PanelWeight:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class PanelWeight:
+    """A weight as the kernels multiply by it.
+
+    Attributes:
+        parts: its rows, in order; nearly always one part. All read the same rounded inputs.
+        packed_bytes: what it takes in its packed form.
+    """
+
+    parts: tuple[Panels, ...]
+    packed_bytes: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return sum(part.kind.shape[0] for part in self.parts), self.parts[0].kind.shape[1]
+
+    @property
+    def activation(self) -> Activation:
+        """How inputs are rounded before they meet this weight."""
+        return self.parts[0].kind.activation
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that it takes in memory."""
+        return sum(part.resident_bytes for part in self.parts)
+
+    @cached_property
+    def struct(self) -> abi.Weight:
+        """What the C interface is given: the first part, which leads to the others."""
+        first, *others = [part.struct() for part in self.parts]
+        last = first
+        for other in others:
+            last.next = ctypes.pointer(other)
+            last = other
+        return first
+
+
 def panel_kind(packed: Packed) -> PanelKind:
-    """How a packed weight is laid out in panels.
+    """How a packed weight is laid out in panels; one of blocks is laid out as the library says, not here.
 
     Raises:
         FormatError: codes that need scales and have none.

@@ -43,9 +43,11 @@ class DecodedWeight:
         return 4 * self.values.numel()
 
 
-def prepare(packed: Packed) -> DecodedWeight:
+def prepare(*parts: Packed) -> DecodedWeight:
     """Decode a weight once, at load, into the FP32 values it stands for."""
-    return DecodedWeight(dequantize(packed), packed.activation, packed.nbytes)
+    values = [dequantize(part) for part in parts]
+    whole = values[0] if len(values) == 1 else torch.cat(values)
+    return DecodedWeight(whole, parts[0].activation, sum(part.nbytes for part in parts))
 
 
 def _matmul(x_RK: Tensor, weight: DecodedWeight) -> Tensor:
@@ -121,7 +123,7 @@ def rope_append(
 
 
 def _write(kv: KVLayer, slots_R: Tensor, keys_RJC: Tensor, values_RJC: Tensor) -> None:
-    """Keys and values to their slots; for int8, each vector is divided by its largest magnitude over 127 and rounded."""
+    """Keys and values to their slots; int8 divides each vector by its largest magnitude over 127 and rounds."""
     block_R, offset_R = slots_R // kv.block_size, slots_R % kv.block_size
     if kv.key_scales is not None and kv.value_scales is not None:
         keys_RJC, kv.key_scales[block_R, :, offset_R] = _int8_codes(keys_RJC)

@@ -13,6 +13,7 @@ from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.decoder import Decoder, PreparedModel, prepare_model
 from ..models.tokenizer import Tokenizer, check_pair
+from ..ops.machine import torch_on_all_cores
 from .pipeline import check_layers, quantize
 from .store import Store, key_of
 
@@ -29,23 +30,30 @@ class Source:
         path: where it lies.
         checkpoint: its tensors.
         tokenizer: its tokenizer.
+        use_cache: whether its repacked weights are read from disk where they were kept, and kept there.
     """
 
     name: str
     path: Path
     checkpoint: Checkpoint
     tokenizer: Tokenizer
+    use_cache: bool = True
 
 
-def open_source(name: str, progress: Progress | None = None) -> Source:
+def open_source(name: str, progress: Progress | None = None, use_cache: bool = True) -> Source:
     """Find a model by registry name, folder, .gguf file or hub id, fetching it if need be, and open it.
+
+    Args:
+        name: the name.
+        progress: called while it is fetched.
+        use_cache: see `Source`.
 
     Raises:
         UsageError: an unknown name, or a file that cannot be read.
     """
     path = hub.resolve(name, progress=progress)
     checkpoint = open_checkpoint(path)
-    return Source(name, path, checkpoint, checkpoint.tokenizer())
+    return Source(name, path, checkpoint, checkpoint.tokenizer(), use_cache)
 
 
 def load_model(
@@ -58,7 +66,6 @@ def load_model(
     context_length: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     kv_dtype: torch.dtype | None = None,
-    use_cache: bool = True,
     progress: Progress | None = None,
 ) -> CachedModel:
     """A model in `recipe` with a KV cache, for a target or a draft.
@@ -74,7 +81,6 @@ def load_model(
         calibration: token ids of texts, for recipes that need them.
         kv_dtype: what keys and values are stored as, see `CachedModel`; None for bfloat16, or float32 beside float32
             activations.
-        use_cache: read repacked weights from disk where they were kept, and keep them.
         progress: called while weights are quantised.
 
     Raises:
@@ -82,7 +88,7 @@ def load_model(
     """
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
     return CachedModel(
-        Decoder(_prepared(source, recipe, rng, calibration, use_cache, progress)),
+        Decoder(_prepared(source, recipe, rng, calibration, progress)),
         kv_tokens=kv_tokens,
         vocab_size=(target or source).tokenizer.vocab_size,
         usable=shared,
@@ -97,15 +103,15 @@ def _prepared(
     recipe: Recipe,
     rng: np.random.Generator,
     calibration: Sequence[Sequence[int]] | None,
-    use_cache: bool,
     progress: Progress | None,
 ) -> PreparedModel:
     check_layers(source.checkpoint, recipe)
-    store = Store(source.path, recipe, key_of(source.path, recipe, calibration, rng)) if use_cache else None
+    store = Store(source.path, recipe, key_of(source.path, recipe, calibration, rng)) if source.use_cache else None
     kept = store.load() if store else None
     if kept:
         return kept
-    made = prepare_model(quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress))
+    with torch_on_all_cores():
+        made = prepare_model(quantize(source.checkpoint, recipe, calibration=calibration, rng=rng, progress=progress))
     if store:
         store.save(made)
     return made

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, ModelFileError, UsageError
-from ..formats import Recipe, get_format
+from ..formats import Format, Recipe, get_format
 from ..models.checkpoint import Checkpoint, Weights
 from ..models.decoder import Decoder, prepare_model
+from ..ops.gguf_blocks import finite
 from ..ops.packed import Packed
 from .awq import READERS, fold_layer, round_layer
 from .calibrate import ActivationStats, collect, count_tokens
@@ -39,6 +40,14 @@ def check_layers(source: Checkpoint, recipe: Recipe) -> None:
     Raises:
         FormatError: naming every layer that it does not fit.
     """
+    linear = [f"{name}.weight" for name in source.config.linear_shapes() if name != "lm_head"]
+    integers = recipe.format.kind == "stored" and recipe.format.activation == "int8"
+    if integers and all(source.block_format(name) is None for name in linear):
+        raise FormatError(
+            f"{source.origin}: {recipe.name} multiplies 8-bit inputs by the integers that a file stores, and this one "
+            f"stores its layers as floats ({source.stored_as}). Use stored-a16, which keeps them, or w8a8, which "
+            "rounds them to 8 bits."
+        )
     alike: dict[tuple[str, tuple[int, int]], list[str]] = {}
     for name, shape in source.config.linear_shapes().items():
         alike.setdefault((name.split(".", 3)[-1], shape), []).append(name)
@@ -81,39 +90,58 @@ def quantize(
     config = source.config
     head = get_format(recipe.format.head)
     weights = Weights(config, {}, {"model.norm.weight": _read(source, "model.norm.weight")})
+    what = "reading the weights" if recipe.format.kind == "stored" else f"quantising to {recipe.name}"
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
-        tensors = {name: _read(source, prefix + name) for name in _layer_names(source, prefix)}
-        for name, packed in _rounded(tensors, recipe, stats, i, source).items():
+        tensors = {name: _read(source, prefix + name) for name in VECTORS if source.has(prefix + name)}
+        for name, packed in _layer(source, prefix, tensors, recipe, stats, i).items():
             weights.packed[prefix + name] = packed
-        weights.tensors |= {prefix + name: tensors[name] for name in VECTORS if name in tensors}
+        weights.tensors |= {prefix + name: tensor for name, tensor in tensors.items() if name in VECTORS}
         if progress:
-            progress(i + 1, config.num_layers + 1, f"quantising to {recipe.name}")
-    weights.packed["lm_head"] = nearest(_read(source, "lm_head.weight"), head)
+            progress(i + 1, config.num_layers + 1, what)
+    weights.packed["lm_head"] = _nearest(source, "lm_head.weight", head)
     weights.packed["model.embed_tokens"] = (
-        weights.packed["lm_head"] if config.tied_head else nearest(_read(source, "model.embed_tokens.weight"), head)
+        weights.packed["lm_head"] if config.tied_head else _nearest(source, "model.embed_tokens.weight", head)
     )
     if progress:
-        progress(config.num_layers + 1, config.num_layers + 1, f"quantising to {recipe.name}")
+        progress(config.num_layers + 1, config.num_layers + 1, what)
     return weights
 
 
-def _rounded(
-    tensors: dict[str, Tensor], recipe: Recipe, stats: ActivationStats | None, layer: int, source: Checkpoint
+def _layer(
+    source: Checkpoint,
+    prefix: str,
+    tensors: dict[str, Tensor],
+    recipe: Recipe,
+    stats: ActivationStats | None,
+    layer: int,
 ) -> dict[str, Packed]:
+    """The linear layers of a layer, by reader; AWQ changes the norms and biases among `tensors`, and adds weights."""
+    linear = [reader for readers in READERS.values() for reader in readers]
     if stats is None:
-        return {r: nearest(tensors[f"{r}.weight"], recipe.format) for readers in READERS.values() for r in readers}
+        return {name: _nearest(source, f"{prefix}{name}.weight", recipe.format) for name in linear}
+    tensors |= {f"{name}.weight": _read(source, f"{prefix}{name}.weight") for name in linear}
     scales = fold_layer(tensors, stats, layer, source.config, recipe.format)
     return round_layer(tensors, scales, stats, layer, recipe.format)
 
 
-def _layer_names(source: Checkpoint, prefix: str) -> list[str]:
-    linear = [f"{reader}.weight" for readers in READERS.values() for reader in readers]
-    return linear + [name for name in VECTORS if source.has(prefix + name)]
+def _nearest(source: Checkpoint, name: str, form: Format) -> Packed:
+    """A weight in a format, rounded to nearest or as it is stored."""
+    if form.kind != "stored":
+        return nearest(_read(source, name), form)
+    blocks, stored = source.block_format(name), source.stored(name)
+    if blocks is None:
+        return form.encode(_finite(source, name, stored))
+    if not finite(stored.numpy(), blocks):
+        _read(source, name)  # says how many of its values are no numbers
+    return form.keep(stored, blocks)
 
 
 def _read(source: Checkpoint, name: str) -> Tensor:
-    tensor = source.tensor(name)
+    return _finite(source, name, source.tensor(name))
+
+
+def _finite(source: Checkpoint, name: str, tensor: Tensor) -> Tensor:
     # The sum of finite weights is finite and costs a tenth of looking at each of them.
     if not math.isfinite(float(tensor.sum())) and (bad := int((~torch.isfinite(tensor)).sum())):
         raise ModelFileError(

@@ -30,7 +30,7 @@ from ..models.hub import cache_folder
 from ..ops import abi, native
 from ..ops.native import Native
 from ..ops.packed import Layer, Stack
-from ..ops.panels import PanelKind, PanelWeight
+from ..ops.panels import PanelKind, Panels, PanelWeight
 
 _EDGE = 1 << 20
 """Bytes at either end of a model's file that its identity is made from, with its size and time of change."""
@@ -138,9 +138,10 @@ def _weights(model: PreparedModel) -> Iterator[tuple[str, PanelWeight]]:
 
 def _tensors(model: PreparedModel) -> Iterator[tuple[str, Tensor]]:
     for name, weight in _weights(model):
-        yield f"{name}.panels", weight.panels
-        if weight.channel is not None:
-            yield f"{name}.channel", weight.channel
+        for i, part in enumerate(weight.parts):
+            yield f"{name}.{i}.panels", part.panels
+            if part.channel is not None:
+                yield f"{name}.{i}.channel", part.channel
     for i, layer in enumerate(model.layers):
         for name in _VECTORS:
             if (vector := getattr(layer, name)) is not None:
@@ -167,7 +168,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: str) -> None:
 
 
 def _about(weight: PanelWeight) -> dict[str, Any]:
-    return {"kind": asdict(weight.kind), "packed_bytes": weight.packed_bytes}
+    return {"parts": [asdict(part.kind) for part in weight.parts], "packed_bytes": weight.packed_bytes}
 
 
 def _digests(tensors: Sequence[Tensor]) -> list[str]:
@@ -185,14 +186,17 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], kernels: Native
     if _digests([tensors[name] for name in about["sha256"]]) != list(about["sha256"].values()):
         raise ValueError("the bytes changed")
 
-    def weight(name: str) -> PanelWeight:
-        entry = about["weights"][name]
-        shape = tuple(entry["kind"]["shape"])
-        kind = PanelKind(**(entry["kind"] | {"shape": shape}))
+    def part(name: str, entry: dict[str, Any]) -> Panels:
+        kind = PanelKind(**(entry | {"shape": tuple(entry["shape"])}))
         channel = tensors.get(f"{name}.channel")
-        placed = kernels.place(kind, None if channel is None else channel.clone(), entry["packed_bytes"])
+        placed = kernels.place(kind, None if channel is None else channel.clone())
         placed.panels.copy_(tensors[f"{name}.panels"])
         return placed
+
+    def weight(name: str) -> PanelWeight:
+        entry = about["weights"][name]
+        parts = tuple(part(f"{name}.{i}", kind) for i, kind in enumerate(entry["parts"]))
+        return PanelWeight(parts, entry["packed_bytes"])
 
     def layer(i: int) -> Layer:
         vectors = {name: tensors.get(f"layers.{i}.{name}") for name in _VECTORS}

@@ -72,21 +72,23 @@ class Generator:
             self.engine.cancel(0)
 
 
-def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress | None = None) -> Generator:
+def load(
+    config: GenerateConfig, calibration: Sequence[str], progress: Progress | None = None, use_cache: bool = True
+) -> Generator:
     """Load what `config` names.
 
     Args:
         config: models, formats and limits.
         calibration: texts for formats that need activation statistics.
         progress: called while files are fetched and weights are quantised.
+        use_cache: read repacked weights from disk where they were kept, and keep them.
 
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    rng = np.random.default_rng(0)
     recipes = Recipe.parse(config.target_format), Recipe.parse(config.draft_format)
-    source = open_source(config.target, progress)
-    draft_source = open_source(config.draft, progress) if config.draft and config.draft != NGRAM else None
+    source = open_source(config.target, progress, use_cache)
+    draft_source = open_source(config.draft, progress, use_cache) if config.draft and config.draft != NGRAM else None
     if draft_source:
         check_pair(source.tokenizer, draft_source.tokenizer)
     context = min(config.context or source.checkpoint.config.context_length, source.checkpoint.config.context_length)
@@ -96,14 +98,20 @@ def load(config: GenerateConfig, calibration: Sequence[str], progress: Progress 
         recipes[0],
         kv_tokens=context,
         context_length=context,
-        rng=rng,
+        rng=np.random.default_rng(0),
         calibration=ids,
         progress=progress,
     )
     drafter: Drafter | None = NGramDrafter() if config.draft == NGRAM else None
     if draft_source:
         draft = load_model(
-            draft_source, recipes[1], kv_tokens=context, rng=rng, target=source, calibration=ids, progress=progress
+            draft_source,
+            recipes[1],
+            kv_tokens=context,
+            rng=np.random.default_rng(0),
+            target=source,
+            calibration=ids,
+            progress=progress,
         )
         policy = Confidence(config.draft_length, config.confidence) if config.confidence else Fixed(config.draft_length)
         drafter = ModelDrafter(draft, policy, source.tokenizer.eos_ids)

@@ -28,15 +28,21 @@ class BlockFormat:
     """How a GGUF tensor type stores its values.
 
     Attributes:
+        kind: ggml's number of the type.
         name: ggml's name of the type.
-        values: values in a block.
+        values: values in a block; 1 for plain floats.
         nbytes: bytes of a block.
+        code_bits: width of a code.
+        scales: bytes of a block at which a float16 scale, or minimum, begins.
         decode: blocks [B, nbytes] uint8 -> their values, [B, values] float32.
     """
 
+    kind: int
     name: str
     values: int
     nbytes: int
+    code_bits: int
+    scales: tuple[int, ...]
     decode: Callable[[Bytes], Floats]
 
     @property
@@ -68,6 +74,17 @@ def dequantise(raw: Bytes, form: BlockFormat) -> Floats:
             part = slice(start, start + step)
             values[part] = form.decode(blocks[part])
     return values.reshape(-1)
+
+
+def finite(raw: Bytes, form: BlockFormat) -> bool:
+    """Whether all values of a tensor of blocks are numbers, from its scales alone: codes are small integers.
+
+    Args:
+        raw: the bytes of whole blocks, uint8, of any shape.
+        form: how they are stored; not plain floats.
+    """
+    blocks = raw.reshape(-1, form.nbytes)
+    return all(bool(np.isfinite(_halves(blocks, start)).all()) for start in form.scales)
 
 
 def _halves(blocks: Bytes, start: int) -> Floats:
@@ -159,17 +176,20 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 BLOCK_FORMATS: dict[int, BlockFormat] = {
-    0: BlockFormat("F32", 1, 4, _float32),
-    1: BlockFormat("F16", 1, 2, _float16),
-    2: BlockFormat("Q4_0", 32, 18, _q4_0),
-    3: BlockFormat("Q4_1", 32, 20, _q4_1),
-    6: BlockFormat("Q5_0", 32, 22, _q5_0),
-    7: BlockFormat("Q5_1", 32, 24, _q5_1),
-    8: BlockFormat("Q8_0", 32, 34, _q8_0),
-    12: BlockFormat("Q4_K", 256, 144, _q4_k),
-    13: BlockFormat("Q5_K", 256, 176, _q5_k),
-    14: BlockFormat("Q6_K", 256, 210, _q6_k),
-    30: BlockFormat("BF16", 1, 2, _bfloat16),
+    form.kind: form
+    for form in (
+        BlockFormat(0, "F32", 1, 4, 32, (), _float32),
+        BlockFormat(1, "F16", 1, 2, 16, (), _float16),
+        BlockFormat(2, "Q4_0", 32, 18, 4, (0,), _q4_0),
+        BlockFormat(3, "Q4_1", 32, 20, 4, (0, 2), _q4_1),
+        BlockFormat(6, "Q5_0", 32, 22, 5, (0,), _q5_0),
+        BlockFormat(7, "Q5_1", 32, 24, 5, (0, 2), _q5_1),
+        BlockFormat(8, "Q8_0", 32, 34, 8, (0,), _q8_0),
+        BlockFormat(12, "Q4_K", 256, 144, 4, (0, 2), _q4_k),
+        BlockFormat(13, "Q5_K", 256, 176, 5, (0, 2), _q5_k),
+        BlockFormat(14, "Q6_K", 256, 210, 6, (208,), _q6_k),
+        BlockFormat(30, "BF16", 1, 2, 16, (), _bfloat16),
+    )
 }
 """The tensor types that are read, by their number in the file."""
 
