@@ -11,7 +11,9 @@ help: ## list the targets
 
 setup: .venv/.setup ## .venv/bin/bitdraft, with what it needs to run
 
-.venv/.setup: pyproject.toml constraints.txt
+NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h csrc/*/*.inl)
+
+.venv/.setup: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable .
 	touch $@

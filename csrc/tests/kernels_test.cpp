@@ -150,6 +150,32 @@ void products(const Pools &pools, Form form, int activation, int64_t N, int64_t 
   verify(pools, addition, many ? MANY : FEW, random);
 }
 
+/// A weight of three parts, each of its own format, as q, k and v of a GGUF file may be.
+void parts(const Pools &pools, int activation) {
+  test::Random random((uint64_t)activation + 20);
+  constexpr int64_t K = 64, N = 17 + 32 + 5;
+  Weight q(pools.of[1], {"int4 asym", BD_INT4, BD_GRID_ASYM, 32}, activation, 17, K, false, random);
+  Weight k(pools.of[1], {"int5 min", BD_INT5, BD_GRID_MIN, 32}, activation, 32, K, true, random);
+  const Weight v(pools.of[1], {"int8 sym", BD_INT8, BD_GRID_SYM, 32}, activation, 5, K, false, random);
+  q.packed.next = &k.packed;
+  k.packed.next = &v.packed;
+  const std::vector<float> norm = normals(K, random), bias = normals(N, random);
+  const Operation linear = {std::string("norm_linear of three parts, ") + ACTIVATIONS[activation], K, N, 0.05,
+                            [&](bd_pool *pool, const float *x, int64_t, int64_t rows, float *out) {
+                              return bd_norm_linear(pool, x, rows, norm.data(), 0.1f, &q.packed, bias.data(), out);
+                            },
+                            [&](const float *x, int64_t) {
+                              Estimates y;
+                              const Estimates in = test::rounded(test::normalised(x, norm.data(), 0.1f, K), activation);
+                              for (const Weight *part : std::initializer_list<const Weight *>{&q, &k, &v})
+                                for (const test::Estimate &e : test::product(*part, in)) y.push_back(e);
+                              test::add(y, bias.data());
+                              return y;
+                            }};
+  verify(pools, linear, FEW, random);
+  verify(pools, linear, MANY, random);
+}
+
 /// bd_gated_mlp and bd_gated_inputs, M inner units; `down` of another format where M does not fit.
 void mlp(const Pools &pools, Form form, Form down_form, int activation, int64_t D, int64_t M) {
   test::Random random((uint64_t)(form.codec * 1009 + form.grid * 101 + activation * 11 + M));
@@ -203,5 +229,6 @@ int main(int count, char **arguments) {
   for (const Form &form : FORMS)
     for (int activation = 0; activation < BD_ACTIVATIONS; activation++)
       if (!(form.floats() && activation == BD_ACT_INT8)) format(pools, form, activation);
+  for (int activation = 0; activation < BD_ACTIVATIONS; activation++) parts(pools, activation);
   return test::result(isa);
 }

@@ -54,6 +54,8 @@ class Weight {
  public:
   Weight(bd_pool *pool, Form form, int activation, int64_t outputs, int64_t inputs, bool channel, Random &random)
       : form(form), N(outputs), K(inputs) {
+    packed = {.codec = form.codec, .grid = form.grid, .activation = activation, .group = form.group, .outputs = N, .inputs = K,
+              .panels = nullptr, .channel = nullptr, .next = nullptr};
     for (int64_t i = 0; i < N * K; i++) codes_.push_back(draw(random));
     const int64_t groups = form.grid == BD_GRID_NONE ? 0 : form.grid == BD_GRID_K16 ? K / 16 : K / group();
     for (int64_t i = 0; i < N * groups; i++) {
@@ -63,8 +65,6 @@ class Weight {
       small_.push_back((uint8_t)random.below(form.grid == BD_GRID_K ? 64 : 256));
       small_offset_.push_back((uint8_t)random.below(64));
     }
-    packed = {.codec = form.codec, .grid = form.grid, .activation = activation, .group = form.group, .outputs = N, .inputs = K,
-              .panels = nullptr, .channel = nullptr, .next = nullptr};
     if (channel) {
       for (int64_t n = 0; n < bd::round_up(N, 16); n++) channel_.push_back(n < N ? 0.25f + (float)random.uniform() : 0.0f);
       packed.channel = channel_.data();
@@ -90,6 +90,7 @@ class Weight {
     if (form.codec == BD_BF16) return bits_of_float(random.normal()) >> 16;
     if (form.codec == BD_E4M3) return (uint32_t)(random.below(127) | random.below(2) << 7);
     if (form.codec == BD_E5M2) return (uint32_t)(random.below(76) | random.below(2) << 7);  // up to 8
+    if (form.codec == BD_INT8 && packed.activation == BD_ACT_INT8) return (uint8_t)(random.below(255) - 127);
     return (uint32_t)random.below(1 << form.bits());
   }
   /// A positive float16 from 2^exponent to 2^(exponent + 2), or once in a while a subnormal one.

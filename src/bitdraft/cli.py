@@ -259,10 +259,9 @@ def generate(
         emissions = generator.run(ids, sampling)
         text, tokens = collect(emissions if as_json else coloured(generator.tokenizer, emissions, out))
     figures = summary(generator.records, tokens, perf_counter() - started)
-    if as_json:
-        print(json.dumps({"text": text, "output": tokens, **figures}, ensure_ascii=False))
-    else:
-        print_summary(figures, out)
+    if not as_json:
+        return print_summary(figures, out)
+    print(json.dumps({"text": text, "output": tokens, **figures}, ensure_ascii=False))
 
 
 @app.command(epilog="Example: bitdraft doctor")

@@ -49,7 +49,9 @@ def log_probs(source: Checkpoint, recipe: str) -> Tensor:
     tokenizer = source.tokenizer()
     calibration = [tokenizer.encode(text) for text in calibration_texts()[:6]]
     weights = quantize(source, Recipe.parse(recipe), calibration=calibration, rng=np.random.default_rng(0))
-    model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv_dtype=torch.float32)
+    model = CachedModel(
+        Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv_dtype=torch.float32
+    )
     feeds = [Feed(i, tokenizer.encode(text), 0, 0) for i, text in enumerate((PROSE, CODE))]
     return model.forward(feeds).log_softmax(-1)
 

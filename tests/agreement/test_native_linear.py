@@ -2,8 +2,8 @@
 
 Tolerances. Formats with 16-bit inputs multiply the very same FP32 values as the reference and add them up in another
 order: a few units in the last place of the largest partial sum, 2e-6 of the largest output. 8-bit inputs are rounded
-from rows whose RMSNorm differs in the last place, so that a code at a tie may fall to the other side: one code of 127 in
-one of K inputs, 2e-3 of the largest output in the worst case here. Without a norm the codes are the same.
+from rows whose RMSNorm differs in the last place, so that a code at a tie may fall to the other side: one code of 127
+in one of K inputs, 2e-3 of the largest output in the worst case here. Without a norm the codes are the same.
 
 Shape suffixes: R rows, D hidden size, N outputs, K inputs, M inner size of an MLP.
 """

@@ -133,7 +133,9 @@ def test_a_model_s_steps_are_timed_by_rows_context_and_batch(folder):
 
 
 def test_the_context_of_the_model_is_the_longest(folder):
-    result = bench_step(str(folder), "bf16", [], ticking(), 1e6, lambda *said: None, grid=Grid((1, 4), (64, 4096), (1,), 1))
+    result = bench_step(
+        str(folder), "bf16", [], ticking(), 1e6, lambda *said: None, grid=Grid((1, 4), (64, 4096), (1,), 1)
+    )
     assert {step["context"] for step in result["steps"]} == {64, 124}
 
 

@@ -64,7 +64,9 @@ def with_salient_channels(name: str, tensor: Tensor) -> Tensor:
 
 
 def logits(weights: Weights, ids: Sequence[int] = IDS) -> Tensor:
-    model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32)
+    model = CachedModel(
+        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32
+    )
     return model.forward([Feed(0, ids, 0, 0)])
 
 

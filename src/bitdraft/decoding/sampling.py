@@ -113,9 +113,7 @@ def distribution(
     return _filtered(scaled_V, params)
 
 
-def greedy_token(
-    logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()
-) -> int:
+def greedy_token(logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()) -> int:
     """The token that `distribution` puts all its mass on at temperature 0, without writing the distribution down.
 
     Args and errors are those of `distribution`.
