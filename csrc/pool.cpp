@@ -18,6 +18,8 @@ namespace {
 
 constexpr int SPINS = 4000;  // about 100 microseconds on a current x86 core: longer than Python is away between two calls
 
+constexpr int LOOP_AT = 40;  // bits of place_ below the number of the loop: a loop has fewer than 2^40 items
+
 // Until done() holds: spinning first, then giving way to whoever else wants the core.
 template <class Done> void spin(Done done) {
   for (int i = 0; !done(); i++) {
@@ -44,18 +46,20 @@ void Pool::job(Job job, void *context) {
   Team team{*this};
   job_ = job;
   context_ = context;
-  next_.store(0, std::memory_order_relaxed);
+  place_.store(0, std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
+  left_.store(0, std::memory_order_relaxed);
   if (!workers_.empty()) {
     posted_.fetch_add(1);
     if (sleeping_.load()) posted_.notify_all();
   }
   job(context, team);
-  barrier();  // nobody touches the job's variables after this
+  // The job's variables are gone when this returns, so every thread has to be through with them.
+  spin([&] { return left_.load(std::memory_order_acquire) == workers_.size(); });
 }
 
 void Pool::work() {
   uint32_t seen = 0;
-  Team team{*this};
   for (;;) {
     for (int i = 0; i < SPINS && posted_.load(std::memory_order_acquire) == seen; i++) BD_PAUSE();
     if (posted_.load() == seen) {
@@ -65,25 +69,31 @@ void Pool::work() {
     }
     seen++;
     if (stop_) return;
+    Team team{*this};
     job_(context_, team);
-    barrier();
+    left_.fetch_add(1, std::memory_order_release);
   }
 }
 
-void Pool::barrier() {
-  const uint32_t all = (uint32_t)threads();
-  if (all == 1) {
-    next_.store(0, std::memory_order_relaxed);
-    return;
+// Where a chunk of the loop begins; -1 if none is left, which is so too when the others are past that loop.
+int64_t Pool::claim(int64_t loop, int64_t count, int64_t chunk) {
+  int64_t place = place_.load(std::memory_order_acquire);
+  for (;;) {
+    const int64_t from = place - (loop << LOOP_AT);
+    if (from >= count) return -1;
+    if (place_.compare_exchange_weak(place, place + chunk, std::memory_order_acquire)) return from;
   }
-  const uint32_t turn = passed_.load(std::memory_order_acquire);
-  if (waiting_.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
-    waiting_.store(0, std::memory_order_relaxed);
-    next_.store(0, std::memory_order_relaxed);
-    passed_.store(turn + 1, std::memory_order_release);
-  } else {
-    spin([&] { return passed_.load(std::memory_order_acquire) != turn; });
-  }
+}
+
+// `part` items of the loop are done; whoever does the last of them opens the next loop.
+void Pool::finish(int64_t loop, int64_t count, int64_t part) {
+  if (done_.fetch_add(part, std::memory_order_acq_rel) + part < count) return;
+  done_.store(0, std::memory_order_relaxed);
+  place_.store((loop + 1) << LOOP_AT, std::memory_order_release);
+}
+
+void Pool::await(int64_t loop) {
+  spin([&] { return place_.load(std::memory_order_acquire) >> LOOP_AT > loop; });
 }
 
 void *Pool::scratch(size_t bytes) {

@@ -1,5 +1,7 @@
-// The library's own threads. A job runs on all of them at once; inside it, loops are shared out in chunks and phases are
-// separated by barriers. Threads spin for some microseconds after a job, in case the next one follows, and then sleep.
+// The library's own threads. A job runs on all of them at once; inside it, loops are shared out in chunks, one loop after
+// the other. A loop is over when all its chunks are done, not when all threads have come by: a thread that the system has
+// set aside holds the others up for no more than the chunk that it is in, and catches up later. Threads spin for some
+// microseconds after a job, in case the next one follows, and then sleep.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -11,15 +13,14 @@ namespace bd {
 class Pool;
 struct Kernels;
 
-// A thread's view of the job that it takes part in.
+// A thread's view of the job that it takes part in. All threads go through the same loops in the same order.
 struct Team {
   Pool &pool;
+  int64_t loop = 0;  // loops that this thread has gone through
 
   const Kernels &kernels() const;
-
-  // Share [0, count) out in chunks; every thread of the job must come here. Ends with a barrier.
+  // Share [0, count) out in chunks. All of it is done when this returns, by whichever threads.
   template <class Body> void share(int64_t count, int64_t chunk, Body body);
-  void barrier();
 };
 
 class Pool {
@@ -45,14 +46,17 @@ class Pool {
   using Job = void (*)(void *, Team &);
   void job(Job, void *context);
   void work();
-  void barrier();
+  int64_t claim(int64_t loop, int64_t count, int64_t chunk);
+  void finish(int64_t loop, int64_t count, int64_t part);
+  void await(int64_t loop);
+  void leave();
 
   const Kernels &kernels_;
   std::vector<std::thread> workers_;
   alignas(64) std::atomic<uint32_t> posted_{0};   // jobs given out so far
-  alignas(64) std::atomic<uint32_t> waiting_{0};  // threads at the barrier
-  alignas(64) std::atomic<uint32_t> passed_{0};   // barriers passed
-  alignas(64) std::atomic<int64_t> next_{0};      // of the loop that is being shared
+  alignas(64) std::atomic<int64_t> place_{0};     // the loop that is being shared, and where its next chunk begins
+  alignas(64) std::atomic<int64_t> done_{0};      // of that loop
+  alignas(64) std::atomic<uint32_t> left_{0};     // threads that are through with the job
   std::atomic<int> sleeping_{0};
   std::atomic<bool> stop_{false};
   Job job_ = nullptr;
@@ -62,15 +66,16 @@ class Pool {
 };
 
 template <class Body> void Team::share(int64_t count, int64_t chunk, Body body) {
-  for (;;) {
-    const int64_t from = pool.next_.fetch_add(chunk, std::memory_order_relaxed);
-    if (from >= count) break;
-    body(from, from + chunk < count ? from + chunk : count);
+  if (count <= 0) return;
+  const int64_t mine = loop++;
+  for (int64_t from; (from = pool.claim(mine, count, chunk)) >= 0;) {
+    const int64_t to = from + chunk < count ? from + chunk : count;
+    body(from, to);
+    pool.finish(mine, count, to - from);
   }
-  barrier();
+  pool.await(mine);
 }
 
-inline void Team::barrier() { pool.barrier(); }
 inline const Kernels &Team::kernels() const { return pool.kernels(); }
 
 }  // namespace bd

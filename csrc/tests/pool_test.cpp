@@ -1,4 +1,4 @@
-// The thread pool: every index of a shared loop is done once, barriers hold back, and threads wake up again.
+// The thread pool: every index of a shared loop is done once, no loop begins before the one before it is done, and threads wake up again.
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -40,23 +40,6 @@ void loops(bd::Pool &pool) {
       check(right == count, "%d threads, %ld indices by %ld: %ld done as often as asked", pool.threads(), (long)count,
             (long)chunk, (long)right);
     }
-}
-
-/// A barrier alone: what each thread wrote before it, all read after it.
-void barriers(bd::Pool &pool) {
-  const int threads = pool.threads();
-  std::vector<int> own((size_t)threads);
-  std::atomic<int> arrived{0}, wrong{0};
-  pool.run([&](bd::Team &team) {
-    const int me = arrived++;
-    for (int turn = 1; turn <= 200; turn++) {
-      own[(size_t)me] = turn;
-      team.barrier();
-      if (std::accumulate(own.begin(), own.end(), 0) != turn * threads) wrong++;
-      team.barrier();
-    }
-  });
-  check(arrived == threads && wrong == 0, "%d of %d threads came, %d sums were wrong", arrived.load(), threads, wrong.load());
 }
 
 /// Jobs that follow one another at once, as a model's operations do.
@@ -111,7 +94,6 @@ int main() {
     bd::Pool pool(scalar(), threads);
     check(pool.threads() == threads, "%d threads. Expected %d.", pool.threads(), threads);
     loops(pool);
-    barriers(pool);
     short_jobs(pool, 2000);
     after_sleeps(pool);
     scratch(pool);
