@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-models test-native lint format bench clean
+.PHONY: help setup demo test test-models test-native test-sanitized lint format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,8 +42,10 @@ define native
 	ctest --test-dir build/$(1) --output-on-failure
 endef
 
-test-native: ## the C++ tests: plain, with AVX-512 emulated if SIMDe is there, and with sanitizers
+test-native: test-sanitized ## the C++ tests: with sanitizers, then plain, with AVX-512 emulated if SIMDe is there
 	$(call native,native,$(if $(SIMDE),-DBITDRAFT_EMULATE_AVX512=ON))
+
+test-sanitized: ## the C++ tests with address and undefined-behaviour sanitizers, as CI runs them
 	$(call native,sanitized,-DBITDRAFT_SANITIZE=ON)
 
 lint: .venv/.dev ## style and types

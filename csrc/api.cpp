@@ -82,6 +82,22 @@ void need_batch(const bd_batch *batch, const bd_attention *shape) {
   need(shape->head_dim <= bd::MAX_HEAD_DIM, BD_E_SHAPE, "a head dimension above 512. Expected at most that.");
 }
 
+// Nothing that a batch says may lead outside its own arrays, the blocks, or the table of angles.
+void need_places(const bd_batch &b, const bd_attention &shape, int64_t blocks) {
+  for (int64_t s = 0; s < b.sequences; s++) {
+    const int64_t entries = b.table_starts[s + 1] - b.table_starts[s], length = b.lengths[s];
+    need(length >= 0 && length <= entries * bd::KV_BLOCK, BD_E_SHAPE, "a length that its block table does not hold.");
+    for (int64_t i = b.table_starts[s]; i < b.table_starts[s + 1]; i++)
+      need(b.blocks[i] >= 0 && b.blocks[i] < blocks, BD_E_SHAPE, "a block table with a block that there is not.");
+    need(b.row_starts[s] <= b.row_starts[s + 1], BD_E_SHAPE, "a sequence of a negative number of rows.");
+    for (int64_t r = b.row_starts[s]; r < b.row_starts[s + 1]; r++) {
+      need(b.positions[r] >= 0 && b.positions[r] < length, BD_E_SHAPE, "a position outside its sequence. Expected 0 to length - 1.");
+      need(b.positions[r] < shape.rotary_positions, BD_E_SHAPE, "a position that there are no rotary angles for.");
+      need(b.slots[r] >= 0 && b.slots[r] < blocks * bd::KV_BLOCK, BD_E_SHAPE, "a slot outside the blocks.");
+    }
+  }
+}
+
 // Run an operation; turn what it throws into a code.
 template <class Body> int guarded(Body body) {
   try {
@@ -260,6 +276,9 @@ int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *laye
     need_batch(batch, shape);
     if (batch->rows == 0) return;
     need_floats(x, "x");
+    need(count > 0 && batch->row_starts[0] == 0 && batch->row_starts[batch->sequences] == batch->rows, BD_E_SHAPE,
+         "no layers, or counts of rows that do not add up to the rows.");
+    need_places(*batch, *shape, kv->blocks);
     for (int64_t i = 0; i < count; i++) {
       need_kv(kv + i);
       need_weight(&layers[i].qkv, "qkv"), need_weight(&layers[i].o, "o");

@@ -55,7 +55,9 @@ inline Vec e4m3_load(const uint8_t *p) {
   const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(load16(p)), 8);
   return _mm512_cvtph_ps(_mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16((short)0xbf80)));
 }
-inline Vec e5m2_load(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load16(p)), 8)); }
+inline Vec e5m2_load(const uint8_t *p) {
+  return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(load16(p)), 8));
+}
 inline Int u8_load(const uint8_t *p) { return _mm512_cvtepu8_epi32(load16(p)); }
 inline Int s8_load(const int8_t *p) { return _mm512_cvtepi8_epi32(load16(p)); }
 inline Int u16_load(const uint16_t *p) { return _mm512_cvtepu16_epi32(load32(p)); }
@@ -114,7 +116,8 @@ inline Int inputs_of(const int8_t *q) {  // a quad of inputs, for every output
 
 /// See scalar.h. Signed codes are multiplied as code + 128, less 128 times the sum of the inputs.
 template <int BITS, int FROM = 0, int TO = 8>
-inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, Vec scale, Vec offset, Vec *acc) {
+inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, Vec scale, Vec offset,
+                      Vec *acc) {
   Codes<BITS> u(codes);
 #pragma GCC unroll 8
   for (int j = 0; BITS == 8 && j < 8; j++) u.quads[j] = _mm512_xor_si512(u.quads[j], _mm512_set1_epi8(-128));

@@ -1,5 +1,6 @@
 // What the C++ tests share: a check that says what failed, and the same random numbers on every run.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -47,6 +48,17 @@ inline float float_of_bits(uint32_t u) {
 }
 /// The same to the bit; whatever is not a number equals whatever is not a number.
 inline bool same(float a, float b) { return bits_of_float(a) == bits_of_float(b) || (std::isnan(a) && std::isnan(b)); }
+
+/// The value of a small float: a sign, then exponent and fraction. The highest exponent is that of infinity, or like
+/// others.
+inline double small_float(unsigned code, int exponent_bits, int fraction_bits, bool infinities) {
+  const unsigned ones = (1u << exponent_bits) - 1, exponent = code >> fraction_bits & ones;
+  const unsigned fraction = code & ((1u << fraction_bits) - 1), unit = 1u << fraction_bits;
+  const double sign = code >> (exponent_bits + fraction_bits) & 1 ? -1 : 1;
+  if (infinities && exponent == ones) return fraction ? NAN : sign * INFINITY;
+  const int scale = (int)std::max(exponent, 1u) - (int)(ones / 2) - fraction_bits;
+  return sign * std::ldexp(exponent ? unit + fraction : fraction, scale);
+}
 
 /// SplitMix64.
 class Random {

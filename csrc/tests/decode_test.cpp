@@ -1,5 +1,5 @@
-// All layers in one call, for one instruction set: to the bit what the operations give one after the other, on any number
-// of threads, and whether the rows of a sequence come together or one by one.
+// All layers in one call, for one instruction set: to the bit what the operations give one after the other, on any
+// number of threads, and whether the rows of a sequence come together or one by one.
 #include <string>
 
 #include "reference.h"
@@ -41,13 +41,17 @@ std::vector<float> normals(int64_t count, float scale, test::Random &random) {
 /// The cache of all layers, which calls change.
 struct Cache {
   int dtype;
-  std::vector<std::vector<uint8_t>> codes;   // keys and values of each layer
-  std::vector<std::vector<float>> scales;    // likewise
+  std::vector<std::vector<uint8_t>> codes;  // keys and values of each layer
+  std::vector<std::vector<float>> scales;   // likewise
   std::vector<bd_kv> layers() {
     std::vector<bd_kv> kv;
     for (size_t i = 0; i < codes.size(); i += 2)
-      kv.push_back({.dtype = dtype, .blocks = BLOCKS, .keys = codes[i].data(), .values = codes[i + 1].data(),
-                    .key_scales = scales[i].data(), .value_scales = scales[i + 1].data()});
+      kv.push_back({.dtype = dtype,
+                    .blocks = BLOCKS,
+                    .keys = codes[i].data(),
+                    .values = codes[i + 1].data(),
+                    .key_scales = scales[i].data(),
+                    .value_scales = scales[i + 1].data()});
     return kv;
   }
 };
@@ -85,9 +89,14 @@ struct Batch {
     lengths.push_back(before + rows);
   }
   bd_batch view() const {
-    return {.rows = (int64_t)positions.size(), .sequences = (int64_t)lengths.size(), .positions = positions.data(),
-            .slots = slots.data(), .row_starts = row_starts.data(), .blocks = blocks.data(),
-            .table_starts = table_starts.data(), .lengths = lengths.data()};
+    return {.rows = (int64_t)positions.size(),
+            .sequences = (int64_t)lengths.size(),
+            .positions = positions.data(),
+            .slots = slots.data(),
+            .row_starts = row_starts.data(),
+            .blocks = blocks.data(),
+            .table_starts = table_starts.data(),
+            .lengths = lengths.data()};
   }
 };
 
@@ -96,7 +105,8 @@ class Decoder {
   Decoder(bd_pool *pool, const Model &model, test::Random &random)
       : cos_(normals(POSITIONS * C / 2, 1, random)), sin_(normals(POSITIONS * C / 2, 1, random)) {
     const auto stored = [&](Form form, int64_t N, int64_t K) {
-      weights_.push_back(std::make_unique<Weight>(pool, form, model.activation, N, K, form.grid == BD_GRID_NONE, random));
+      weights_.push_back(
+          std::make_unique<Weight>(pool, form, model.activation, N, K, form.grid == BD_GRID_NONE, random));
       return &weights_.back()->packed;
     };
     const auto weight = [&](int64_t N, int64_t K) { return *stored(model.form, N, K); };
@@ -111,13 +121,23 @@ class Decoder {
     };
     const float size = model.form.codec == BD_INT8 ? 0.01f : 0.2f;
     for (int64_t M : model.inner)
-      layers.push_back({.input_norm = vector(D, size), .mlp_norm = vector(D, size),
+      layers.push_back({.input_norm = vector(D, size),
+                        .mlp_norm = vector(D, size),
                         .qkv_bias = model.extras ? vector((H + 2 * J) * C, 1) : nullptr,
-                        .q_norm = model.extras ? vector(C, 1) : nullptr, .k_norm = model.extras ? vector(C, 1) : nullptr,
-                        .qkv = fused((H + 2 * J) * C, D), .o = weight(D, H * C), .gate_up = fused(2 * M, D),
+                        .q_norm = model.extras ? vector(C, 1) : nullptr,
+                        .k_norm = model.extras ? vector(C, 1) : nullptr,
+                        .qkv = fused((H + 2 * J) * C, D),
+                        .o = weight(D, H * C),
+                        .gate_up = fused(2 * M, D),
                         .down = weight(D, M)});
-    attention = {.heads = H, .kv_heads = J, .head_dim = C, .window = 0, .rotary_positions = POSITIONS, .cos = cos_.data(),
-                 .sin = sin_.data(), .eps = EPS};
+    attention = {.heads = H,
+                 .kv_heads = J,
+                 .head_dim = C,
+                 .window = 0,
+                 .rotary_positions = POSITIONS,
+                 .cos = cos_.data(),
+                 .sin = sin_.data(),
+                 .eps = EPS};
   }
 
   void at_once(bd_pool *pool, float *x, const Batch &batch, Cache &cache) const {
@@ -134,8 +154,8 @@ class Decoder {
     for (size_t i = 0; i < layers.size(); i++) {
       const bd_layer &l = layers[i];
       const int64_t M = l.down.inputs;
-      std::vector<float> qkv((size_t)(R * (H + 2 * J) * C)), q((size_t)(R * H * C)), mixed(q.size()), y((size_t)(R * D)),
-          inner((size_t)(R * M)), z(y.size()), other(y.size());
+      std::vector<float> qkv((size_t)(R * (H + 2 * J) * C)), q((size_t)(R * H * C)), mixed(q.size()),
+          y((size_t)(R * D)), inner((size_t)(R * M)), z(y.size()), other(y.size());
       bd_norm_linear(pool, x, R, l.input_norm, EPS, &l.qkv, l.qkv_bias, qkv.data());
       bd_rope_append(pool, qkv.data(), &b, &attention, &kv[i], l.q_norm, l.k_norm, q.data());
       bd_attend(pool, q.data(), &b, &attention, &kv[i], mixed.data());
@@ -186,8 +206,8 @@ void decode(const char *isa, const Model &model) {
   for (float v : expected) check(std::isfinite(v), "%s: a result is no number", model.name);
   const auto compare = [&](const char *how, int threads, const std::vector<float> &y, const Cache &after) {
     check(y == expected, "%s %s, %d threads: rows differ", model.name, how, threads);
-    check(after.codes == filled.codes && after.scales == filled.scales, "%s %s, %d threads: caches differ", model.name, how,
-          threads);
+    check(after.codes == filled.codes && after.scales == filled.scales, "%s %s, %d threads: caches differ", model.name,
+          how, threads);
   };
   for (int threads = 1; threads <= 3; threads++) {
     std::vector<float> y = x;

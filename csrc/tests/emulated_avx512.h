@@ -1,4 +1,5 @@
-// The AVX-512 instructions of simd/avx512.h on a machine with AVX2: those of SIMDe, and here those that it has not (0.7.4).
+// The AVX-512 instructions of simd/avx512.h on a machine with AVX2: those of SIMDe, and here those that it has not
+// (0.7.4).
 #pragma once
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>

@@ -1,4 +1,5 @@
-// The thread pool: every index of a shared loop is done once, no loop begins before the one before it is done, and threads wake up again.
+// The thread pool: every index of a shared loop is done once, no loop begins before the one before it is done, and
+// threads wake up again.
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -55,7 +56,8 @@ void short_jobs(bd::Pool &pool, int64_t jobs) {
     total += std::accumulate(parts.begin(), parts.end(), (int64_t)0);
   }
   const int64_t expected = jobs * (jobs - 1) / 2 * 16 + jobs * 120;
-  check(total == expected, "%d threads: a sum over jobs is %ld. Expected %ld.", pool.threads(), (long)total, (long)expected);
+  check(total == expected, "%d threads: a sum over jobs is %ld. Expected %ld.", pool.threads(), (long)total,
+        (long)expected);
 }
 
 /// Jobs after pauses short and long: threads that spin, fall asleep at that very moment, or have slept for long.
@@ -70,7 +72,8 @@ void after_sleeps(bd::Pool &pool) {
     sum += part;
     expected += 9;
   }
-  check(sum == expected, "%d threads: %ld indices after sleeps. Expected %ld.", pool.threads(), (long)sum, (long)expected);
+  check(sum == expected, "%d threads: %ld indices after sleeps. Expected %ld.", pool.threads(), (long)sum,
+        (long)expected);
 }
 
 void scratch(bd::Pool &pool) {
@@ -82,9 +85,7 @@ void scratch(bd::Pool &pool) {
   try {
     pool.scratch(SIZE_MAX / 4);
     check(false, "scratch of more than there is. Expected std::bad_alloc.");
-  } catch (const std::bad_alloc &) {
-    check(pool.scratch(100) != nullptr, "no scratch after a refusal");
-  }
+  } catch (const std::bad_alloc &) { check(pool.scratch(100) != nullptr, "no scratch after a refusal"); }
 }
 
 }  // namespace

@@ -1,8 +1,9 @@
 // Weights and operations in double precision, straight from their definitions in bitdraft.h, slow and plain.
 //
-// A result is an estimate: the exact value, and a bound on how far a kernel that computes in float32 may be from it. The
-// bound follows the arithmetic: a chain of n sums is off by n half units of the last place of its terms' magnitudes, and an
-// input so close to the middle of two codes that such an error decides between them may come out as either.
+// A result is an estimate: the exact value, and a bound on how far a kernel that computes in float32 may be from it.
+// The bound follows the arithmetic: a chain of n sums is off by n half units of the last place of its terms'
+// magnitudes, and an input so close to the middle of two codes that such an error decides between them may come out as
+// either.
 //
 // Shape suffixes as in bitdraft.h: R rows, N outputs, K inputs, M inner size of the MLP.
 #pragma once
@@ -35,15 +36,7 @@ struct Form {
   }
 };
 
-/// The value of a small float: sign, exponent_bits, fraction_bits; the highest exponent is one like the others.
-inline double small_float(unsigned code, int exponent_bits, int fraction_bits) {
-  const unsigned fraction = code & ((1u << fraction_bits) - 1), exponent = code >> fraction_bits & ((1u << exponent_bits) - 1);
-  const int bias = (1 << (exponent_bits - 1)) - 1;
-  const double sign = code >> (exponent_bits + fraction_bits) & 1 ? -1 : 1;
-  if (!exponent) return sign * std::ldexp(fraction, 1 - bias - fraction_bits);
-  return sign * std::ldexp(fraction + (1 << fraction_bits), (int)exponent - bias - fraction_bits);
-}
-inline double half_value(uint16_t code) { return small_float(code, 5, 10); }
+inline double half_value(uint16_t code) { return small_float(code, 5, 10, true); }
 
 struct Free {
   void operator()(void *p) const { std::free(p); }
@@ -54,8 +47,15 @@ class Weight {
  public:
   Weight(bd_pool *pool, Form form, int activation, int64_t outputs, int64_t inputs, bool channel, Random &random)
       : form(form), N(outputs), K(inputs) {
-    packed = {.codec = form.codec, .grid = form.grid, .activation = activation, .group = form.group, .outputs = N, .inputs = K,
-              .panels = nullptr, .channel = nullptr, .next = nullptr};
+    packed = {.codec = form.codec,
+              .grid = form.grid,
+              .activation = activation,
+              .group = form.group,
+              .outputs = N,
+              .inputs = K,
+              .panels = nullptr,
+              .channel = nullptr,
+              .next = nullptr};
     for (int64_t i = 0; i < N * K; i++) codes_.push_back(draw(random));
     const int64_t groups = form.grid == BD_GRID_NONE ? 0 : form.grid == BD_GRID_K16 ? K / 16 : K / group();
     for (int64_t i = 0; i < N * groups; i++) {
@@ -66,7 +66,8 @@ class Weight {
       small_offset_.push_back((uint8_t)random.below(64));
     }
     if (channel) {
-      for (int64_t n = 0; n < bd::round_up(N, 16); n++) channel_.push_back(n < N ? 0.25f + (float)random.uniform() : 0.0f);
+      for (int64_t n = 0; n < bd::round_up(N, 16); n++)
+        channel_.push_back(n < N ? 0.25f + (float)random.uniform() : 0.0f);
       packed.channel = channel_.data();
     }
     const int64_t bytes = bd_weight_bytes(form.codec, form.grid, form.group, N, K);
@@ -105,8 +106,8 @@ class Weight {
     double scale = 1, offset = 0, u = form.codec == BD_INT8 ? (double)(int8_t)code : (double)code;
     if (form.codec == BD_F32) u = float_of_bits(code);
     if (form.codec == BD_BF16) u = float_of_bits(code << 16);
-    if (form.codec == BD_E4M3) u = small_float(code, 4, 3);
-    if (form.codec == BD_E5M2) u = small_float(code, 5, 2);
+    if (form.codec == BD_E4M3) u = small_float(code, 4, 3, false);
+    if (form.codec == BD_E5M2) u = small_float(code, 5, 2, true);
     if (form.grid != BD_GRID_NONE) grid(n, k, scale, offset);
     values_.push_back(scale * u + offset);
     magnitudes_.push_back(std::fabs(scale * u) + std::fabs(offset));
@@ -173,7 +174,8 @@ class Weight {
       }
       for (int64_t b = 0; form.grid == BD_GRID_K16 && b < K / 256; b++) {
         put(b * 288, scales_[(size_t)(n * (K / 16) + b * 16)]);
-        for (int64_t g = 0; g < 16; g++) panel[b * 288 + 32 + g * 16 + lane] = small_[(size_t)(n * (K / 16) + b * 16 + g)];
+        for (int64_t g = 0; g < 16; g++)
+          panel[b * 288 + 32 + g * 16 + lane] = small_[(size_t)(n * (K / 16) + b * 16 + g)];
       }
     }
   }
@@ -204,7 +206,8 @@ inline Estimates normalised(const float *x, const float *norm, float eps, int64_
   return y;
 }
 
-/// The nearest multiple of the step that a float with so many bits of fraction has at x; `least`: exponent of the least normal.
+/// The nearest multiple of the step that a float with so many bits of fraction has at x. least: exponent of the least
+/// normal number.
 inline double to_fraction(double x, int fraction_bits, int least) {
   if (x == 0) return 0;
   const int exponent = std::max(std::ilogb(x), least);
@@ -236,7 +239,8 @@ inline Estimates rounded(const Estimates &x, int activation) {
   for (const Estimate &e : x) {
     const double q = e.value / scale, error = e.error / scale + std::fabs(q) * relative;
     const double code = to_activation(q, activation);
-    const double spread = std::max(to_activation(q + error, activation) - code, code - to_activation(q - error, activation));
+    const double spread =
+        std::max(to_activation(q + error, activation) - code, code - to_activation(q - error, activation));
     y.push_back({code * scale, spread * scale + std::fabs(code) * scale * relative});
   }
   return y;
@@ -267,8 +271,8 @@ inline void add(Estimates &y, const float *x) {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-/// silu(gate) * up for a row of gates and ups beside each other. |silu'(g)| <= sigmoid(g) (1 + |g|), and below 1.1 everywhere;
-/// where e^-g would leave float32, silu may be anything below |g| e^-87.
+/// silu(gate) * up for a row of gates and ups beside each other. |silu'(g)| <= sigmoid(g) (1 + |g|), and below 1.1
+/// everywhere; where e^-g would leave float32, silu may be anything below |g| e^-87.
 inline Estimates gated(const Estimates &both) {
   const size_t M = both.size() / 2;
   Estimates y;
@@ -282,7 +286,8 @@ inline Estimates gated(const Estimates &both) {
   return y;
 }
 
-/// Results of several rows: each within its bound, and the bounds, on average, small enough to show a wrong code or scale.
+/// Results of several rows: each within its bound, and the bounds small enough, on average, to show a wrong code or
+/// scale.
 class Comparison {
  public:
   explicit Comparison(std::string what) : what_(std::move(what)) {}
@@ -295,7 +300,8 @@ class Comparison {
     }
   }
   void finish(double tightness) const {
-    check(error_ <= tightness * size_, "%s: bounds of %.2g for values of %.2g tell nothing", what_.c_str(), error_, size_);
+    check(error_ <= tightness * size_, "%s: bounds of %.2g for values of %.2g tell nothing", what_.c_str(), error_,
+          size_);
   }
 
  private:

@@ -17,8 +17,15 @@ float scales[64];
 template <class T> T *misaligned(T *p) { return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(p) + 1); }
 
 bd_weight weight(int codec, int grid, int group, int64_t inputs = 64, int activation = BD_ACT_BF16) {
-  return {.codec = codec, .grid = grid, .activation = activation, .group = group, .outputs = 16, .inputs = inputs,
-          .panels = panels, .channel = nullptr, .next = nullptr};
+  return {.codec = codec,
+          .grid = grid,
+          .activation = activation,
+          .group = group,
+          .outputs = 16,
+          .inputs = inputs,
+          .panels = panels,
+          .channel = nullptr,
+          .next = nullptr};
 }
 
 int linear(bd_pool *pool, const bd_weight *w) { return bd_norm_linear(pool, x, 1, norm, 1e-6f, w, nullptr, y); }
@@ -32,7 +39,8 @@ void weights(bd_pool *pool) {
   refuses("no panels", BD_E_POINTER, linear(pool, &w));
   w.panels = panels + 32;
   refuses("panels on half a cache line", BD_E_POINTER, linear(pool, &w));
-  for (int group : {0, 8, 16, 48, -32, 33, 128}) refused("a group that does not fit", weight(BD_INT4, BD_GRID_SYM, group));
+  for (int group : {0, 8, 16, 48, -32, 33, 128})
+    refused("a group that does not fit", weight(BD_INT4, BD_GRID_SYM, group));
   refused("groups of 32 in 48 inputs", weight(BD_INT4, BD_GRID_ASYM, 32, 48));
   refused("half a block of 256", weight(BD_INT4, BD_GRID_K, 0, 128));
   refused("half a block of 256", weight(BD_INT6, BD_GRID_K16, 0, 384));
@@ -44,8 +52,9 @@ void weights(bd_pool *pool) {
   refused("an unknown grid", weight(BD_INT4, BD_GRIDS, 32));
   refused("an unknown activation", weight(BD_INT4, BD_GRID_SYM, 32, 64, BD_ACTIVATIONS));
   refused("no inputs", weight(BD_F32, BD_GRID_NONE, 0, 0));
-  const bd_weight none[] = {weight(BD_INT8, BD_GRID_ASYM, 32), weight(BD_INT5, BD_GRID_ASYM, 32), weight(BD_INT2, BD_GRID_MIN, 32),
-                            weight(BD_INT2, BD_GRID_K, 0, 256), weight(BD_INT4, BD_GRID_K16, 0, 256)};
+  const bd_weight none[] = {weight(BD_INT8, BD_GRID_ASYM, 32), weight(BD_INT5, BD_GRID_ASYM, 32),
+                            weight(BD_INT2, BD_GRID_MIN, 32), weight(BD_INT2, BD_GRID_K, 0, 256),
+                            weight(BD_INT4, BD_GRID_K16, 0, 256)};
   for (const bd_weight &unknown : none) refused("codes with a grid that no kernel knows", unknown);
 
   bd_weight parts[4] = {good, good, good, good};
@@ -114,7 +123,8 @@ void attention(bd_pool *pool) {
   wrong.dtype = 7;
   refuses("an unknown cache", BD_E_SHAPE, bd_attend(pool, q, &batch, &shape, &wrong, x));
   wrong.dtype = BD_KV_INT8;
-  refuses("8-bit codes without scales", BD_E_POINTER, bd_rope_append(pool, x, &batch, &shape, &wrong, nullptr, nullptr, q));
+  refuses("8-bit codes without scales", BD_E_POINTER,
+          bd_rope_append(pool, x, &batch, &shape, &wrong, nullptr, nullptr, q));
   bd_attention odd = shape;
   odd.heads = 3, odd.kv_heads = 2;
   refuses("three heads over two", BD_E_SHAPE, bd_attend(pool, q, &batch, &odd, &kv, x));
@@ -129,7 +139,8 @@ void attention(bd_pool *pool) {
 int main() {
   check(!bd_pool_new("mmx", 1) && std::strstr(bd_error(), "mmx"), "an unknown instruction set: %s", bd_error());
   bd_pool *pool = bd_pool_new(nullptr, 2);
-  check(pool && bd_pool_threads(pool) == 2 && std::strstr(bd_isas(), bd_pool_isa(pool)), "the best pool: %s", bd_error());
+  check(pool && bd_pool_threads(pool) == 2 && std::strstr(bd_isas(), bd_pool_isa(pool)), "the best pool: %s",
+        bd_error());
   for (float &f : norm) f = 1;
   weights(pool);
   buffers(pool);

@@ -19,6 +19,7 @@ namespace {
 using test::check;
 using test::float_of_bits;
 using test::same;
+using test::small_float;
 
 struct Floats {
   float v[16];
@@ -57,8 +58,8 @@ template <class Expected> void each(const char *name, Int got, Expected expected
 
 /// Floats of every kind: any bits, numbers about 1, and those at the edges.
 float any_float(test::Random &random) {
-  static const float edges[] = {0.0f, -0.0f, 1.0f, -1.0f, 0.5f, 2.5f, -3.5f, 0x1p-149f, -0x1p-126f, 0x1.fffffep127f,
-                                INFINITY, -INFINITY, NAN};
+  static const float edges[] = {0.0f,       -0.0f,           1.0f,     -1.0f,     0.5f, 2.5f, -3.5f, 0x1p-149f,
+                                -0x1p-126f, 0x1.fffffep127f, INFINITY, -INFINITY, NAN};
   switch (random.below(4)) {
     case 0: return edges[random.below(13)];
     case 1: return float_of_bits((uint32_t)random.bits());
@@ -149,16 +150,6 @@ void sums() {
   }
 }
 
-/// The value of a small float: sign, EXPONENT bits, FRACTION bits, the highest exponent for infinities if there are any.
-double small_float(unsigned code, int exponent_bits, int fraction_bits, bool infinities) {
-  const unsigned fraction = code & ((1u << fraction_bits) - 1), exponent = code >> fraction_bits & ((1u << exponent_bits) - 1);
-  const int bias = (1 << (exponent_bits - 1)) - 1;
-  const double sign = code >> (exponent_bits + fraction_bits) & 1 ? -1 : 1;
-  if (infinities && exponent == (1u << exponent_bits) - 1) return fraction ? NAN : sign * INFINITY;
-  if (!exponent) return sign * ldexp(fraction, 1 - bias - fraction_bits);
-  return sign * ldexp(fraction + (1 << fraction_bits), (int)exponent - bias - fraction_bits);
-}
-
 void small_floats() {
   for (unsigned first = 0; first < 65536; first += 16) {
     uint16_t halves[16];
@@ -169,12 +160,14 @@ void small_floats() {
     uint8_t codes[16];
     for (unsigned i = 0; i < 16; i++) codes[i] = (uint8_t)(first + i);
     // 0x7f and 0xff, which stand for no number, would be 480 and -480: a weight holds neither.
-    each("e4m3_load", e4m3_load(codes), [&](int i) { return (float)small_float(first + (unsigned)i, 4, 3, false) / 256; });
+    each("e4m3_load", e4m3_load(codes),
+         [&](int i) { return (float)small_float(first + (unsigned)i, 4, 3, false) / 256; });
     each("e5m2_load", e5m2_load(codes), [&](int i) { return (float)small_float(first + (unsigned)i, 5, 2, true); });
     uint16_t pairs[32];
     for (unsigned i = 0; i < 32; i++) pairs[i] = (uint16_t)(first * 257 + i * 2049);
     each("bf16_low", bf16_low(int_load(pairs)), [&](int i) { return float_of_bits((uint32_t)pairs[2 * i] << 16); });
-    each("bf16_high", bf16_high(int_load(pairs)), [&](int i) { return float_of_bits((uint32_t)pairs[2 * i + 1] << 16); });
+    each("bf16_high", bf16_high(int_load(pairs)),
+         [&](int i) { return float_of_bits((uint32_t)pairs[2 * i + 1] << 16); });
     each("bf16_load", bf16_load(pairs), [&](int i) { return float_of_bits((uint32_t)pairs[i] << 16); });
   }
 }
@@ -183,7 +176,8 @@ void exponentials() {
   const uint32_t stride = 769;  // prime: the low bits of the fraction take every value
   double worst = 0;
   for (uint32_t sign = 0; sign < 2; sign++)
-    for (uint32_t at = test::bits_of_float(0x1p-30f); at < test::bits_of_float(87.0f) - 16 * stride; at += 16 * stride) {
+    for (uint32_t at = test::bits_of_float(0x1p-30f); at < test::bits_of_float(87.0f) - 16 * stride;
+         at += 16 * stride) {
       Floats x;
       for (uint32_t i = 0; i < 16; i++) x.v[i] = float_of_bits(sign << 31 | (at + i * stride));
       const Floats got = lanes(vec_exp(vec_load(x.v)));
@@ -222,7 +216,7 @@ template <int DROPPED> void shorten() {
     for (int i = 0; i < 16; i++) {
       uint32_t bits = (uint32_t)random.bits();
       if (i % 4 == 0) bits = (bits >> DROPPED << DROPPED) + (1u << (DROPPED - 1)) + (uint32_t)(i % 3) - 1;  // at a tie
-      if ((bits >> 23 & 255) == 255) bits ^= 1u << 30;  // finite
+      if ((bits >> 23 & 255) == 255) bits ^= 1u << 30;                                                      // finite
       if ((bits & 0x7fffffff) < 2u << DROPPED) bits |= 4u << DROPPED;
       x.v[i] = float_of_bits(bits);
     }
@@ -248,8 +242,8 @@ template <int DROPPED> void float8(int exponent_bits, int fraction_bits, float l
       if (now < before || (now == before && k % 2 == 0)) best = k;
     }
     const float got = lanes(round_float8<DROPPED>(vec_set(x))).v[7], expected = values[best];
-    check(fabsf(got) == expected && (got == 0 || (got < 0) == (x < 0)), "round_float8<%d>(%a): %a. Expected %a.", DROPPED, x,
-          got, copysignf(expected, x));
+    check(fabsf(got) == expected && (got == 0 || (got < 0) == (x < 0)), "round_float8<%d>(%a): %a. Expected %a.",
+          DROPPED, x, got, copysignf(expected, x));
   };
   for (size_t k = 0; k + 1 < values.size(); k++) {
     const float low = values[k], high = values[k + 1], middle = (low + high) / 2;
@@ -278,7 +272,8 @@ int code_of(int bits, const uint8_t *p, int input, int output) {
 template <int BITS, int WHICH> void inputs(const uint8_t *p) {
   const Codes<BITS> codes(p);
   for (int quad = 0; quad < 8; quad++)
-    each("Codes::input", codes.template input<WHICH>(quad), [&](int i) { return code_of(BITS, p, quad * 4 + WHICH, i); });
+    each("Codes::input", codes.template input<WHICH>(quad),
+         [&](int i) { return code_of(BITS, p, quad * 4 + WHICH, i); });
 }
 
 /// Scales are powers of two and offsets multiples of them, so that nothing rounds and every dot shows.

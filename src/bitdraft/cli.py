@@ -52,6 +52,9 @@ Seed = Annotated[int, typer.Option(help="Names the random streams: the same seed
 NoCache = Annotated[
     bool, typer.Option("--no-cache", help="Neither read nor keep repacked weights on disk, beside the model.")
 ]
+MinConfidence = Annotated[
+    float, typer.Option(min=0, max=1, help="End a block after a token that the draft finds less likely than this.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]
 
 
@@ -211,9 +214,7 @@ def generate(
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
     draft_format: Annotated[str, typer.Option(help="Format of the draft.")] = "bf16",
     k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
-    confidence: Annotated[
-        float, typer.Option(min=0, max=1, help="End a block after a token that the draft finds less likely than this.")
-    ] = 0.0,
+    confidence: MinConfidence = 0.0,
     plan: Annotated[
         Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats and --k.")
     ] = None,
@@ -259,9 +260,10 @@ def generate(
         emissions = generator.run(ids, sampling)
         text, tokens = collect(emissions if as_json else coloured(generator.tokenizer, emissions, out))
     figures = summary(generator.records, tokens, perf_counter() - started)
-    if not as_json:
-        return print_summary(figures, out)
-    print(json.dumps({"text": text, "output": tokens, **figures}, ensure_ascii=False))
+    if as_json:
+        print(json.dumps({"text": text, "output": tokens, **figures}, ensure_ascii=False))
+    else:
+        print_summary(figures, out)
 
 
 @app.command(epilog="Example: bitdraft doctor")

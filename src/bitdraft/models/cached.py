@@ -88,7 +88,7 @@ class CachedModel:
         for feed in feeds:
             wanted += range(row + feed.logits_from, row + len(feed.tokens))
             row += len(feed.tokens)
-        return x_RD[wanted]
+        return x_RD if len(wanted) == row else x_RD[wanted]
 
     def logits(self, x_RD: Tensor) -> Tensor:
         """Logits of residual rows, [R, V] float32; -inf on ids that are not usable.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import native, reference
 from .batch import KVCache, KVLayer, Ragged, Rotary
-from .checks import check, check_batch, check_kv, check_rotary, check_rows, check_vector
+from .checks import check, check_angles, check_arrays, check_batch, check_kv, check_rotary, check_rows, check_vector
 from .packed import Layer, Packed, Prepared, Stack
 
 __all__ = [
@@ -269,6 +269,6 @@ def run_layers(
         return None
     check(len(layers) == len(cache) > 0, "run_layers", f"{len(layers)} layers and {len(cache)} of the cache", "as many")
     check_rows("run_layers", "x", x_RD, layers[0].qkv.shape[1])
-    check_batch("run_layers", batch, cache[0], len(x_RD))
-    check_rotary("run_layers", batch, rotary, cache[0].head_dim)
+    check_arrays("run_layers", batch, len(x_RD))  # the compiled code itself looks at what they hold
+    check_angles("run_layers", rotary, cache[0].head_dim)
     return run(x_RD, layers, batch, rotary, cache, eps, window)  # type: ignore[no-any-return]

@@ -94,17 +94,8 @@ def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
     """
     blocks, size = len(kv.keys), kv.block_size
     counts, lengths, tables = batch.row_counts, batch.lengths, batch.tables
-    check(
-        sum(counts) == rows and min(counts, default=0) >= 0 and len(counts) == len(tables) == len(lengths),
-        operation,
-        f"{rows} rows, counts {counts}, {len(tables)} tables, {len(lengths)} lengths",
-        "counts that sum to the rows, and a table and a length for each",
-    )
-    for name, places in (("positions", batch.positions), ("slots", batch.slots)):
-        _check_numbers(operation, name, places)
-        check(len(places) == rows, operation, f"{len(places)} {name} for {rows} rows", "one for each row")
+    check_arrays(operation, batch, rows)
     for table, length in zip(tables, lengths, strict=True):
-        _check_numbers(operation, "a table", table)
         check(
             0 <= length <= len(table) * size,
             operation,
@@ -122,11 +113,42 @@ def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
             check(False, operation, given, "positions from 0 to length - 1")
 
 
+def check_arrays(operation: str, batch: Ragged, rows: int) -> None:
+    """A batch of `rows` rows whose arrays are of the right kind and length, whatever they hold.
+
+    Raises:
+        ShapeError: it is not.
+    """
+    counts, tables = batch.row_counts, batch.tables
+    check(
+        sum(counts) == rows and min(counts, default=0) >= 0 and len(counts) == len(tables) == len(batch.lengths),
+        operation,
+        f"{rows} rows, counts {counts}, {len(tables)} tables, {len(batch.lengths)} lengths",
+        "counts that sum to the rows, and a table and a length for each",
+    )
+    for name, places in (("positions", batch.positions), ("slots", batch.slots)):
+        _check_numbers(operation, name, places)
+        check(len(places) == rows, operation, f"{len(places)} {name} for {rows} rows", "one for each row")
+    for table in tables:
+        _check_numbers(operation, "a table", table)
+
+
 def check_rotary(operation: str, batch: Ragged, rotary: Rotary, head_dim: int) -> None:
     """Angles for every position of a batch that `check_batch` has passed.
 
     Raises:
         ShapeError: there are none for some, or not for this head dimension.
+    """
+    check_angles(operation, rotary, head_dim)
+    last = int(batch.positions.max()) if len(batch.positions) else -1
+    check(last < len(rotary.cos), operation, f"position {last}", f"positions below {len(rotary.cos)}")
+
+
+def check_angles(operation: str, rotary: Rotary, head_dim: int) -> None:
+    """Cosines and sines for this head dimension.
+
+    Raises:
+        ShapeError: they are not.
     """
     check(head_dim % 2 == 0, operation, f"a head dimension of {head_dim}", "an even one")
     check(
@@ -138,8 +160,6 @@ def check_rotary(operation: str, batch: Ragged, rotary: Rotary, head_dim: int) -
         f"cosines {rotary.cos.dtype} {list(rotary.cos.shape)}, sines {rotary.sin.dtype} {list(rotary.sin.shape)}",
         f"contiguous float32 [positions, {head_dim // 2}] both",
     )
-    last = int(batch.positions.max()) if len(batch.positions) else -1
-    check(last < len(rotary.cos), operation, f"position {last}", f"positions below {len(rotary.cos)}")
 
 
 def _check_numbers(operation: str, name: str, numbers: Tensor) -> None:

@@ -15,8 +15,9 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable
-from ctypes import byref
+from ctypes import addressof, byref, c_int64
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -232,20 +233,20 @@ class _Batch:
 
     def __init__(self, batch: Ragged) -> None:
         S = len(batch.row_counts)
-        counts = torch.tensor([0, *batch.row_counts], dtype=torch.int64)
-        sizes = torch.tensor([0, *map(len, batch.tables)], dtype=torch.int64)
-        blocks = batch.tables[0] if S == 1 else torch.cat(batch.tables) if S else counts
-        lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-        self._kept = starts, tables, blocks, lengths = counts.cumsum(0), sizes.cumsum(0), blocks, lengths
+        starts = (c_int64 * (S + 1))(0, *accumulate(batch.row_counts))
+        tables = (c_int64 * (S + 1))(0, *accumulate(map(len, batch.tables)))
+        lengths = (c_int64 * S)(*batch.lengths)
+        blocks = torch.cat(batch.tables) if S > 1 else batch.tables[0] if S else torch.empty(0, dtype=torch.int64)
+        self._kept = starts, tables, lengths, blocks
         self.struct = abi.Batch(
             len(batch.positions),
             S,
             batch.positions.data_ptr(),
             batch.slots.data_ptr(),
-            starts.data_ptr(),
+            addressof(starts),
             blocks.data_ptr(),
-            tables.data_ptr(),
-            lengths.data_ptr(),
+            addressof(tables),
+            addressof(lengths),
         )
 
 
