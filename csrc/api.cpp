@@ -42,10 +42,8 @@ void need_grid(const bd_weight &w) {
   const bool floats = w.codec <= BD_E5M2;
   need(!(floats && w.grid != BD_GRID_NONE), BD_E_SHAPE, "a weight of floats with scales for groups. Expected none.");
   need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
-  if (w.grid == BD_GRID_NONE) {
-    need(floats || w.codec == BD_INT8, BD_E_SHAPE, "integer codes below 8 bits without scales. Expected a grid.");
-    return;
-  }
+  need(bd::known_form(w.codec, w.grid), BD_E_SHAPE, "codes with scales of a kind that they never have, or without any.");
+  if (w.grid == BD_GRID_NONE) return;
   const bool unit = w.grid == BD_GRID_K || w.grid == BD_GRID_K16;  // their groups are 256 inputs, whatever `group` says
   const bool fits = unit ? w.inputs % 256 == 0 : w.group >= 32 && w.group % 32 == 0 && w.inputs % w.group == 0;
   need(fits, BD_E_SHAPE, "a group size that is no multiple of 32 or does not divide the inputs.");
@@ -148,6 +146,7 @@ int bd_pack(bd_pool *pool, bd_weight *w, uint8_t *panels, const void *codes, con
   return guarded([&] {
     w->panels = panels;
     need_part(*w, "weight");
+    need(w->grid <= BD_GRID_ASYM, BD_E_SHAPE, "scales of a kind that only GGUF has. Expected bd_pack_gguf.");
     need(codes, BD_E_POINTER, "codes: a null pointer. Expected a buffer.");
     need(w->grid != BD_GRID_SYM || scales, BD_E_POINTER, "scales: a null pointer. Expected one for each group.");
     need(w->grid != BD_GRID_ASYM || (scales && zeros), BD_E_POINTER, "zeros: a null pointer. Expected one for each group.");
@@ -187,9 +186,11 @@ int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64
 int bd_norm_linear(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *w,
                    const float *bias, float *out) {
   return guarded([&] {
+    need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
     need_weight(w, "weight");
     need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
+    if (bias) need_floats(bias, "bias");
     bd::Rounded room;
     auto carve = [&](uint8_t *base) {
       bd::Carver memory(base);
@@ -203,6 +204,7 @@ int bd_norm_linear(bd_pool *pool, const float *x, int64_t rows, const float *nor
 
 int bd_linear_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *w, const float *residual, float *out) {
   return guarded([&] {
+    need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
     need_weight(w, "weight");
     need_floats(x, "x"), need_floats(residual, "residual"), need_floats(out, "out");
@@ -220,10 +222,13 @@ int bd_linear_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *
 int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *gate_up,
                  const bd_weight *down, float *out) {
   return guarded([&] {
+    need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
     need_weight(gate_up, "gate_up");
     if (down) need_weight(down, "down");
     need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
+    need(!down || (down->inputs == bd::outputs_of(*gate_up) / 2 && bd::outputs_of(*down) == gate_up->inputs), BD_E_SHAPE,
+         "a down projection of other inputs than the gate has outputs.");
     const int64_t M = bd::outputs_of(*gate_up) / 2;
     bd::Rounded room;
     float *inner = nullptr, *pair = nullptr;

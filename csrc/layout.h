@@ -31,6 +31,17 @@ inline int codec_bits(int codec) {
   return bits[codec];
 }
 
+// Whether there are kernels for these codes with these scales.
+inline bool known_form(int codec, int grid) {
+  switch (grid) {
+    case BD_GRID_NONE: return codec <= BD_E5M2 || codec == BD_INT8;
+    case BD_GRID_SYM: return codec >= BD_INT2;
+    case BD_GRID_ASYM: return codec >= BD_INT2 && codec != BD_INT5 && codec != BD_INT8;
+    case BD_GRID_K16: return codec == BD_INT6;
+    default: return codec == BD_INT4 || codec == BD_INT5;
+  }
+}
+
 struct Layout {
   int64_t panels, inputs;       // inputs: K, padded
   int64_t zeros_at, codes_at;   // bytes from a panel's start

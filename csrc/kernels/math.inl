@@ -8,7 +8,7 @@ inline Vec vec_exp(Vec x) {
   const Vec n = vec_round(vec_mul(inside, vec_set(1.44269504f)));
   Vec r = vec_fma(n, vec_set(-0.693359375f), inside);  // ln 2 in two parts, the first exact in few bits
   r = vec_fma(n, vec_set(2.12194440e-4f), r);
-  Vec p = vec_set(1.0f / 720);
+  Vec p = vec_fma(vec_set(1.0f / 5040), r, vec_set(1.0f / 720));
   p = vec_fma(p, r, vec_set(1.0f / 120));
   p = vec_fma(p, r, vec_set(1.0f / 24));
   p = vec_fma(p, r, vec_set(1.0f / 6));
