@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_kernels import every_isa, kernels
 from torch import Tensor
 
 from bitdraft.errors import FormatError, ShapeError, UsageError
@@ -21,7 +22,6 @@ from bitdraft.formats import get_format
 from bitdraft.ops import native, reference
 from bitdraft.ops.native import Native
 from bitdraft.ops.packed import Packed
-from tests.native_kernels import every_isa, kernels
 
 GROUPED = [
     f"w{bits}a{width}{group}{zeros}"

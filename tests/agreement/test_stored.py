@@ -11,6 +11,8 @@ Shape suffixes: R rows, D hidden size, N outputs, K inputs, M inner size of an M
 
 import pytest
 import torch
+from gguf_weights import QUANTISED, random_blocks, stored
+from native_kernels import every_isa, kernels
 from torch import Tensor
 
 from bitdraft import ops
@@ -22,8 +24,6 @@ from bitdraft.ops.gguf_blocks import BLOCK_FORMATS
 from bitdraft.ops.native import Native
 from bitdraft.ops.packed import Packed, fuse
 from bitdraft.ops.panels import PanelWeight
-from tests.gguf_weights import QUANTISED, random_blocks, stored
-from tests.native_kernels import every_isa, kernels
 
 FLOATS = ("F32", "F16", "BF16")
 MIXED = {

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from gguf_weights import QUANTISED, random_blocks
 from torch import Tensor
 
 from bitdraft import ops
@@ -25,7 +26,6 @@ from bitdraft.ops.panels import PanelWeight
 from bitdraft.quantize.pipeline import check_layers, quantize
 from bitdraft.quantize.store import Store, key_of
 from bitdraft.types import Feed
-from tests.gguf_weights import QUANTISED, random_blocks
 
 SIZES = model_files.config(hidden_size=256, head_dim=16, mlp_size=288, tied_head=False)
 TYPES = {

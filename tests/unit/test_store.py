@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from model_files import config, write_folder
 
 from bitdraft.formats import Recipe
 from bitdraft.models.cached import CachedModel
@@ -13,7 +14,6 @@ from bitdraft.models.decoder import Decoder, PreparedModel
 from bitdraft.quantize.load import Source, load_model, open_source
 from bitdraft.quantize.store import Store, key_of
 from bitdraft.types import Feed
-from tests.model_files import config, write_folder
 
 FORMATS = ["bf16", "fp8_e4m3", "w8a8", "w4a8", "w4a16-g64-asym", "w3a8", "w2a16"]
 
