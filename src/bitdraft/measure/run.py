@@ -65,7 +65,7 @@ def run(
     folder: Path,
     *,
     resume: bool,
-    use_cache: bool,
+    use_cache: bool = True,
     command: str,
     progress: Progress,
     clock: Callable[[], float] = perf_counter,
