@@ -48,7 +48,9 @@ def asked(pair: Path, **changes: Any) -> MeasureConfig:
 
 
 def measure(folder: Path, wanted: MeasureConfig, *, resume: bool = False, progress: Any = None) -> None:
-    run_module.run(wanted, folder, resume=resume, command="bitdraft measure", progress=progress or (lambda *_: None))
+    # Without kept weights, so that every run reports the same progress, whichever ran before.
+    said = progress or (lambda *_: None)
+    run_module.run(wanted, folder, resume=resume, use_cache=False, command="bitdraft measure", progress=said)
 
 
 def facts(folder: Path) -> tuple[Any, ...]:
