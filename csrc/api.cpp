@@ -1,7 +1,5 @@
 // The C interface: looks at what it was given, then calls the operations.
 #include <chrono>
-#include <cstdio>
-#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -40,7 +38,6 @@ void need_grid(const bd_weight &w) {
                   w.activation >= 0 && w.activation < BD_ACTIVATIONS;
   need(ok, BD_E_SHAPE, "a weight of an unknown codec, grid or activation, or of no size.");
   const bool floats = w.codec <= BD_E5M2;
-  need(!(floats && w.grid != BD_GRID_NONE), BD_E_SHAPE, "a weight of floats with scales for groups. Expected none.");
   need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
   need(bd::known_form(w.codec, w.grid), BD_E_SHAPE, "codes with scales of a kind that they never have, or without any.");
   if (w.grid == BD_GRID_NONE) return;
@@ -107,6 +104,17 @@ template <class Body> int guarded(Body body) {
     last_error = "out of memory for intermediate values. Expected some; feed fewer rows at once.";
     return BD_E_MEMORY;
   }
+}
+
+// norm and bias, or residual; NULL for what an operation does not have.
+void run_linear(bd::Pool &pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *w,
+               const float *bias, const float *residual, float *out) {
+  need_weight(w, "weight");
+  need_floats(x, "x"), need_floats(out, "out");
+  if (bias) need_floats(bias, "bias");
+  bd::Rounded room;
+  bd::take_scratch(pool, [&](bd::Carver &memory) { room = bd::carve_rounded(memory, rows, w->inputs); });
+  pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, norm, eps, *w, bias, residual, out); });
 }
 
 double seconds() {
@@ -188,17 +196,8 @@ int bd_norm_linear(bd_pool *pool, const float *x, int64_t rows, const float *nor
   return guarded([&] {
     need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
-    need_weight(w, "weight");
-    need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
-    if (bias) need_floats(bias, "bias");
-    bd::Rounded room;
-    auto carve = [&](uint8_t *base) {
-      bd::Carver memory(base);
-      room = bd::carve_rounded(memory, rows, w->inputs);
-      return memory.bytes();
-    };
-    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
-    pool->pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, norm, eps, *w, bias, nullptr, out); });
+    need_floats(norm, "norm");
+    run_linear(pool->pool, x, rows, norm, eps, w, bias, nullptr, out);
   });
 }
 
@@ -206,16 +205,8 @@ int bd_linear_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *
   return guarded([&] {
     need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
-    need_weight(w, "weight");
-    need_floats(x, "x"), need_floats(residual, "residual"), need_floats(out, "out");
-    bd::Rounded room;
-    auto carve = [&](uint8_t *base) {
-      bd::Carver memory(base);
-      room = bd::carve_rounded(memory, rows, w->inputs);
-      return memory.bytes();
-    };
-    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
-    pool->pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, nullptr, 0, *w, nullptr, residual, out); });
+    need_floats(residual, "residual");
+    run_linear(pool->pool, x, rows, nullptr, 0, w, nullptr, residual, out);
   });
 }
 
@@ -232,14 +223,11 @@ int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm,
     const int64_t M = bd::outputs_of(*gate_up) / 2;
     bd::Rounded room;
     float *inner = nullptr, *pair = nullptr;
-    auto carve = [&](uint8_t *base) {
-      bd::Carver memory(base);
+    bd::take_scratch(pool->pool, [&](bd::Carver &memory) {
       room = bd::carve_rounded(memory, rows, M > gate_up->inputs ? M : gate_up->inputs);
       inner = memory.take<float>(rows * M);
       pair = memory.take<float>(bd::needs_pair(*gate_up) ? rows * 2 * M : 0);
-      return memory.bytes();
-    };
-    carve((uint8_t *)pool->pool.scratch(carve(nullptr)));
+    });
     pool->pool.run([&](bd::Team &team) {
       bd::gated_inputs(team, room, x, rows, norm, eps, *gate_up, pair, down ? inner : out);
       if (down) bd::norm_linear(team, room, inner, rows, nullptr, 0, *down, nullptr, x, out);

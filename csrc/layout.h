@@ -21,18 +21,20 @@
 
 namespace bd {
 
+// Static: this is compiled for several instruction sets, and the linker must not make one copy serve them all.
+
 constexpr int PANEL = 16;
 constexpr int GROUP = 32;  // inputs that a kernel takes at once
 
-inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-inline int codec_bits(int codec) {
+static inline int codec_bits(int codec) {
   constexpr int bits[] = {32, 16, 8, 8, 2, 3, 4, 5, 6, 8};
   return bits[codec];
 }
 
 // Whether there are kernels for these codes with these scales.
-inline bool known_form(int codec, int grid) {
+static inline bool known_form(int codec, int grid) {
   switch (grid) {
     case BD_GRID_NONE: return codec <= BD_E5M2 || codec == BD_INT8;
     case BD_GRID_SYM: return codec >= BD_INT2;
@@ -65,7 +67,7 @@ struct Layout {
 };
 
 // Outputs of all parts.
-inline int64_t outputs_of(const bd_weight &w) {
+static inline int64_t outputs_of(const bd_weight &w) {
   int64_t count = 0;
   for (const bd_weight *part = &w; part; part = part->next) count += part->outputs;
   return count;

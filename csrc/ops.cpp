@@ -106,8 +106,7 @@ void decode(Pool &pool, const Decode &d) {
   const AttentionPlan plan(d.batch, d.attention, pool.threads());
   Rounded room;
   float *qkv, *q, *mixed, *partial, *gate, *pair;
-  auto carve = [&](uint8_t *base) {
-    Carver memory(base);
+  take_scratch(pool, [&](Carver &memory) {
     room = carve_rounded(memory, rows, widest);
     qkv = memory.take<float>(rows * qkv_width);
     q = memory.take<float>(rows * width);
@@ -115,9 +114,7 @@ void decode(Pool &pool, const Decode &d) {
     partial = memory.take<float>(plan.partial);
     gate = memory.take<float>(rows * inner);
     pair = memory.take<float>(rows * 2 * paired);
-    return memory.bytes();
-  };
-  carve((uint8_t *)pool.scratch(carve(nullptr)));
+  });
   const float eps = d.attention.eps;
   pool.run([&](Team &team) {
     for (int64_t i = 0; i < d.count; i++) {

@@ -32,6 +32,14 @@ class Carver {
   int64_t used_ = 0;
 };
 
+// Run `carve` twice, to count and then to cut: it takes what a call needs for intermediate values from the pool's scratch.
+template <class Carve> void take_scratch(Pool &pool, Carve carve) {
+  Carver count(nullptr);
+  carve(count);
+  Carver memory((uint8_t *)pool.scratch(count.bytes()));
+  carve(memory);
+}
+
 // Room for `rows` rounded rows of up to K inputs.
 Rounded carve_rounded(Carver &, int64_t rows, int64_t K);
 

@@ -49,7 +49,6 @@ class Pool {
   int64_t claim(int64_t loop, int64_t count, int64_t chunk);
   void finish(int64_t loop, int64_t count, int64_t part);
   void await(int64_t loop);
-  void leave();
 
   const Kernels &kernels_;
   std::vector<std::thread> workers_;

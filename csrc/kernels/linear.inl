@@ -107,7 +107,7 @@ struct Bfloat {
 };
 
 template <int CODEC> struct Float8 {
-  const uint8_t *values;  // [inputs][16]; E4M3 comes out 2^-8 times too small, see `finish`
+  const uint8_t *values;  // [inputs][16]; E4M3 comes out 2^-8 times too small, see `products`
   inline Vec even(int64_t k) const {
     prefetch(values + k * 16 + AHEAD);
     return CODEC == BD_E4M3 ? e4m3_load(values + k * 16) : e5m2_load(values + k * 16);

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import __version__
 from ..formats import Recipe
 from ..models.config import ModelConfig
 from ..models.decoder import PreparedModel
@@ -48,7 +49,7 @@ def key_of(model: Path, recipe: Recipe, calibration: Sequence[Sequence[int]] | N
         calibration: token ids of texts, if the recipe reads them.
         rng: what chooses the rows that calibration keeps; its state is a part of the name, and is not moved.
     """
-    found = hashlib.sha256(f"{abi.VERSION} {recipe.name}".encode())
+    found = hashlib.sha256(f"{__version__} {abi.VERSION} {recipe.name}".encode())
     files = [*sorted(model.glob("*.safetensors")), model / "config.json"] if model.is_dir() else [model]
     for file in files:
         stat = file.stat()
@@ -114,8 +115,8 @@ class Store:
                 os.replace(made, self.path)
         except OSError:
             return False
-        for old in self.path.parent.glob(f"{self._stem}*.safetensors"):
-            if old != self.path and len(old.stem) == len(self.path.stem):
+        for old in self.path.parent.glob(f"{self._stem}{'[0-9a-f]' * 16}.safetensors"):
+            if old != self.path:
                 with suppress(OSError):
                     old.unlink()
         return True
