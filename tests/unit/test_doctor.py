@@ -4,10 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from bitdraft.measure.doctor import Checkup, examine, render_checkup
-from bitdraft.ops import hardware
+from bitdraft.measure.machine import this_machine
+from bitdraft.ops import hardware, native
 
 SOUND = Checkup(
     processor="Some CPU",
@@ -188,3 +190,11 @@ def test_no_limit_of_memory_is_no_limit(root):
     assert examine({}, root).memory_bytes == 16 << 30
     (root / "proc/cpuinfo").write_text(CPUINFO.format(more="avx512f"))
     assert examine({}, root).processor_runs == ("avx2",), "part of AVX-512 is not enough"
+
+
+def test_a_report_names_the_threads_that_compute_and_not_torchs_own() -> None:
+    """Beside the kernels torch runs on one thread; a measurement made on all cores must not say that it had one."""
+    kernels = native.default()
+    assert kernels is not None
+    torch.set_num_threads(1)
+    assert this_machine().cores == kernels.threads

@@ -125,6 +125,14 @@ def test_calibration_and_its_seed_are_part_of_an_awq_key_only(source: Source) ->
     assert key_of(source.path, plain, texts, rng()) == key_of(source.path, plain, others, np.random.default_rng(1))
 
 
+def test_another_version_of_bitdraft_has_another_key(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer version may round better; what an older one kept must not hide that."""
+    recipe = Recipe.parse("w4a8")
+    before = key_of(source.path, recipe, None, rng())
+    monkeypatch.setattr("bitdraft.quantize.store.__version__", "999")
+    assert key_of(source.path, recipe, None, rng()) != before
+
+
 def test_a_disk_that_does_not_take_the_file_is_no_error(source: Source) -> None:
     (source.path / "repacked").write_text("a file where the folder should be")
     assert logits(loaded(source)).isfinite().all()
