@@ -94,9 +94,11 @@ def _not_faster(figures: Figures) -> list[str]:
     if costs is None or reference is None or reference not in costs.draft:
         return []
     base = costs.draft[reference].value
+    plain = figures.run.backend.startswith("reference")
+    why = "No compiled kernel runs here: see `bitdraft doctor`." if plain else "8-bit inputs (a8) need less arithmetic."
     return [
         f"{name} is not faster than {reference} on this machine: {milliseconds(costs.draft[name].value)} a drafted "
-        f"token against {milliseconds(base)}. It saves memory only; a kernel for it is missing."
+        f"token against {milliseconds(base)}. It saves memory only. {why}"
         for name in figures.formats
         if name != reference and name in costs.draft and costs.draft[name].value >= base
     ]
