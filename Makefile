@@ -18,9 +18,11 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h 
 	$(BIN)/pip install --quiet --editable .
 	touch $@
 
-.venv/.dev: .venv/.setup
+# The kernels are compiled at each installation: once is enough.
+.venv/.dev: pyproject.toml constraints.txt $(NATIVE)
+	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+	touch .venv/.setup $@
 
 demo: .venv/.setup ## measure a real model pair; the report is demo/report.html
 	$(BIN)/bitdraft measure --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b \

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from bitdraft.formats import get_format
 from bitdraft.ops.gguf_blocks import BLOCK_FORMATS, BlockFormat
-from bitdraft.ops.packed import Packed
+from bitdraft.ops.packed import Packed, block_matrix, float_matrix
 
 QUANTISED = {form.name: form for form in BLOCK_FORMATS.values() if form.values > 1}
 """The tensor types that are no plain floats, by ggml's name."""
@@ -36,6 +36,7 @@ def stored(name: str, N: int, K: int, activation: int = 8, seed: int = 0) -> Pac
     """A random weight [N, K] of a tensor type, with 8-bit or 16-bit inputs: F32, F16 and BF16 read 16-bit ones."""
     form = get_format(f"stored-a{activation}")
     if name in QUANTISED:
-        return form.keep(random_blocks(QUANTISED[name], N, K, seed), QUANTISED[name])
+        return form.keep(block_matrix(random_blocks(QUANTISED[name], N, K, seed), QUANTISED[name]))
     values = torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * K**-0.5
-    return form.encode(values.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]))
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+    return form.keep(float_matrix(values.to(dtype)))

@@ -152,7 +152,7 @@ def test_every_shown_command_parses_and_names_things_that_exist(where, command):
         if name and not name.endswith(".jsonl"):
             load_workload(name, given["prompts"])
     if verb == "measure":
-        assert cli._lengths(given["k"])
+        assert cli.measure.draft_lengths(given["k"])
     known = {*KNOWN_MODELS, "my-target", "my-draft", "ngram"}
     assert {given[option] for option in ("target", "draft", "model") if given.get(option)} <= known
     assert set(given.get("names") or ()) <= set(KNOWN_MODELS)

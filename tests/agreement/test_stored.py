@@ -22,7 +22,7 @@ from bitdraft.ops import reference
 from bitdraft.ops.encoding import dequantize
 from bitdraft.ops.gguf_blocks import BLOCK_FORMATS
 from bitdraft.ops.native import Native
-from bitdraft.ops.packed import Packed, fuse
+from bitdraft.ops.packed import Packed, block_matrix, fuse
 from bitdraft.ops.panels import PanelWeight
 
 FLOATS = ("F32", "F16", "BF16")
@@ -178,11 +178,12 @@ def test_the_one_code_without_a_counterpart(isa: str) -> None:
     """ggml writes no -128. A weight that holds one multiplies 16-bit inputs, and is refused for 8-bit ones."""
     run, codes, x = kernels(isa, 1), random_blocks(QUANTISED["Q8_0"], 16, 64), random(3, 64)
     codes[7, 2 + 5] = 128
-    packed = get_format("stored-a16").keep(codes, QUANTISED["Q8_0"])
+    kept = block_matrix(codes, QUANTISED["Q8_0"])
+    packed = get_format("stored-a16").keep(kept)
     expected = reference.linear_add(x, reference.prepare(packed), torch.zeros(3, 16))
     assert_close(run.linear_add(x, run.prepare(packed), torch.zeros(3, 16)), expected, SHARE["linear_add"])
     with pytest.raises(FormatError, match=r"Q8_0 weight \[16, 64\] with codes of -128.*stored-a16"):
-        run.prepare(get_format("stored-a8").keep(codes, QUANTISED["Q8_0"]))
+        run.prepare(get_format("stored-a8").keep(kept))
 
 
 def test_blocks_that_are_not_read_are_refused() -> None:

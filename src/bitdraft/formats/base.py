@@ -2,7 +2,8 @@
 
 A name says all of it: `w4a16-g64-asym` is 4-bit weights in groups of 64 with zero points, inputs in bfloat16. The
 width of the activations is part of the name because it is part of the model's law, not a matter of speed.
-`stored-a8` and `stored-a16` leave the weights as the model's file has them, and say how inputs are rounded.
+`stored` leaves weights and inputs as the model's file says; `stored-a8` and `stored-a16` leave the weights, and say how
+inputs are rounded. `-h6` brings the output head and the embedding to 6 bits.
 
 Shape suffixes: N outputs, K inputs.
 """
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from ..errors import FormatError
 from ..ops.encoding import dequantize
-from ..ops.gguf_blocks import BlockFormat
 from ..ops.packed import Activation, Packed
 from . import integer, minifloat
 
@@ -32,11 +32,12 @@ class Format:
         kind: of the codes: plain floats, integers with scales, one of the 8-bit floats with a scale per output, or
             whatever the model's file stores.
         bits: of a code; 0 if the file decides.
-        activation: how inputs are rounded. What a file stores as floats reads 16-bit inputs in `stored-a8`, too.
+        activation: how inputs are rounded; of `stored`, where the file does not say. What a file stores as floats reads
+            16-bit inputs in `stored-a8`, too.
         group_size: inputs that share a scale; None for one scale per output, or none at all.
         symmetric: without zero points.
-        head: the format that the output head and the embedding are kept in. Below 8 bits they stay at 8: the head is
-            read once a step, but its error goes straight into the logits.
+        head: the format that the output head and the embedding are kept in. Unless it is said (`-h4`, `-h6`), they stay
+            at 8 bits where layers have fewer: the head's error goes straight into the logits.
     """
 
     name: str
@@ -75,21 +76,19 @@ class Format:
             )
 
     def encode(self, weight_NK: Tensor, shrink: Tensor | float = 1.0) -> Packed:
-        """Round a weight to nearest; `stored` formats leave it as it is.
+        """Round a weight to nearest; for all but `stored` formats.
 
         Args:
-            weight_NK: [N, K] float32, finite; for `stored` formats float16 or bfloat16, too.
+            weight_NK: [N, K] float32, finite.
             shrink: the share of each group's range that is kept; what lies outside is clipped. A number, or [N, G];
                 other than 1 only for integers.
 
         Raises:
             FormatError: the group size does not divide K.
         """
-        assert self.kind == "integer" or shrink == 1.0
+        assert self.kind == "integer" or (self.kind != "stored" and shrink == 1.0)
         shape = (weight_NK.shape[0], weight_NK.shape[1])
         self.check("a weight", shape)
-        if self.kind == "stored":
-            return Packed(self.name, shape, 8 * weight_NK.itemsize, "bf16", weight_NK)
         scales: Tensor | None = None
         zeros: Tensor | None = None
         if self.kind == "float":
@@ -100,16 +99,12 @@ class Format:
             codes, scales = minifloat.encode(weight_NK, self.kind)
         return Packed(self.name, shape, self.bits, self.activation, codes, scales, zeros)
 
-    def keep(self, codes: Tensor, blocks: BlockFormat) -> Packed:
-        """Take a weight as a GGUF file stores it: for `stored` formats.
-
-        Args:
-            codes: the blocks, [N, bytes of a row] uint8.
-            blocks: what they are.
-        """
+    def keep(self, packed: Packed) -> Packed:
+        """Take a weight as its file stores it: for `stored` formats. Plain floats go on reading 16-bit inputs."""
         assert self.kind == "stored"
-        shape = (codes.shape[0], codes.shape[1] // blocks.nbytes * blocks.values)
-        return Packed(self.name, shape, blocks.code_bits, self.activation, codes, blocks=blocks)
+        floats = packed.blocks is None and packed.scales is None
+        as_filed = floats or self.name == "stored"
+        return replace(packed, format=self.name, activation=packed.activation if as_filed else self.activation)
 
     def decode(self, packed: Packed) -> Tensor:
         """The values that a packed weight stands for, [N, K] float32."""
@@ -145,16 +140,20 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format("fp8_e5m2", "fp8_e5m2", 8, "fp8_e5m2", head="fp8_e5m2"),
     "fp8_e4m3-w": Format("fp8_e4m3-w", "fp8_e4m3", 8, "bf16", head="fp8_e4m3-w"),
     **_integers(),
+    "stored": Format("stored", "stored", 0, "bf16", head="stored"),
     "stored-a16": Format("stored-a16", "stored", 0, "bf16", head="stored-a16"),
     "stored-a8": Format("stored-a8", "stored", 0, "int8", head="stored-a8"),
 }
-"""The formats by name. Integer ones below 8 bits also take a group size and zero points: `w4a16-g64-asym`."""
+"""The formats by name. Integer ones below 8 bits also take a group size, zero points and the head's width:
+`w4a16-g64-asym-h6`."""
+
+_HEADS = {f"h{bits}": bits for bits in (8, 6, 4, 3, 2)}
 
 ALIASES = {"fp8": "fp8_e4m3"}
 
 
 def get_format(name: str) -> Format:
-    """A format by name: a key of `FORMATS`, an alias, or an integer format with -g32, -g64, -g128 and -asym.
+    """A format by name: a key of `FORMATS`, an alias, or an integer format with -g32 to -g128, -asym and -h2 to -h8.
 
     Raises:
         FormatError: there is no such format.
@@ -167,17 +166,22 @@ def get_format(name: str) -> Format:
     if found is None or found.group_size is None:
         raise _unknown(name)
     groups = [int(option[1:]) for option in options if option in {f"g{g}" for g in GROUP_SIZES}]
+    heads = [option for option in options if option in _HEADS]
     asymmetric = options.count("asym")
-    if len(groups) > 1 or asymmetric > 1 or len(groups) + asymmetric < len(options):
+    if max(len(groups), len(heads), asymmetric) > 1 or len(groups) + len(heads) + asymmetric < len(options):
         raise _unknown(name)
     found = replace(found, group_size=groups[0] if groups else DEFAULT_GROUP, symmetric=not asymmetric)
     group = "" if found.group_size == DEFAULT_GROUP else f"-g{found.group_size}"
-    return replace(found, name=base + group + ("" if found.symmetric else "-asym"))
+    zeros = "" if found.symmetric else "-asym"
+    if not heads or _HEADS[heads[0]] == 8:
+        return replace(found, name=base + group + zeros)
+    width = base.partition("a")[2]
+    return replace(found, name=f"{base}{group}{zeros}-{heads[0]}", head=f"w{_HEADS[heads[0]]}a{width}{group}{zeros}")
 
 
 def _unknown(name: str) -> FormatError:
     return FormatError(
         f"there is no format {name!r}. Expected one of {', '.join(FORMATS)}, fp8 for fp8_e4m3; integer formats below 8 "
-        "bits take -g32, -g64 or -g128 and -asym, as in w4a16-g64-asym. The method comes last: -awq, or -rtn for "
-        "rounding to nearest."
+        "bits take -g32, -g64 or -g128, -asym and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6. The method "
+        "comes last: -awq, or -rtn for rounding to nearest."
     )

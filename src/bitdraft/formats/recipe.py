@@ -1,6 +1,7 @@
 """A format together with the method that rounds to it: `w4a16-awq`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ..errors import FormatError
@@ -17,11 +18,18 @@ class Recipe:
         name: the canonical name: the format's, and -awq.
         format: the format.
         method: rounding to nearest, or AWQ with a calibration set.
+        formats: of linear layers that have one of their own, by name without '.weight'; 'lm_head' among them.
     """
 
     name: str
     format: Format
     method: Method
+    formats: Mapping[str, Format] = field(default_factory=dict)
+
+    def format_of(self, layer: str) -> Format:
+        """The format of a linear layer, by name without '.weight'; 'lm_head' for head and embedding."""
+        own = self.formats.get(layer)
+        return own or (get_format(self.format.head) if layer == "lm_head" else self.format)
 
     @classmethod
     def parse(cls, text: str) -> "Recipe":

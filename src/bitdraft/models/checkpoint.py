@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelFileError
-from ..ops.gguf_blocks import BlockFormat
-from ..ops.packed import Packed
+from ..ops.packed import Packed, float_matrix
 from .config import ModelConfig
 from .gguf_model import GGUFCheckpoint
 from .tensor_names import EMBEDDING, HEAD, check_tensors
@@ -61,16 +60,19 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def block_format(self, name: str) -> BlockFormat | None:
-        """How a tensor is quantised, by its Hugging Face name; None for plain floats.
+    def holds_floats(self, name: str) -> bool:
+        """Whether a matrix is stored as plain floats of 16 or 32 bits, by its Hugging Face name.
 
         Raises:
             ModelFileError: there is no such tensor.
         """
         ...
 
-    def stored(self, name: str) -> Tensor:
-        """A matrix as it is stored: [N, K] float32, float16 or bfloat16, or blocks, [N, bytes of a row] uint8.
+    def packed(self, name: str) -> Packed:
+        """A matrix as it is stored, by its Hugging Face name: floats, blocks, or codes with their scales.
+
+        Its `format` says how the file calls it; its activation is what the file asks for, and bf16 if it asks for
+        nothing. It may lie in the file's pages: not to be changed.
 
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
@@ -183,23 +185,25 @@ class SafetensorsCheckpoint:
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
         """
-        return self.stored(name).to(torch.float32, copy=True)
+        return self._stored(name).to(torch.float32, copy=True)
 
-    def block_format(self, name: str) -> BlockFormat | None:
-        """How a tensor is quantised: these files hold plain floats.
+    def holds_floats(self, name: str) -> bool:
+        """Whether a matrix is stored as plain floats: all of them are.
 
         Raises:
             ModelFileError: there is no such tensor.
         """
-        self._known(name)
-        return None
+        return bool(self._known(name))
 
-    def stored(self, name: str) -> Tensor:
-        """The tensor of this Hugging Face name in its own dtype; it may lie in the file's pages: not to be changed.
+    def packed(self, name: str) -> Packed:
+        """The matrix of this Hugging Face name as it is stored; it lies in the file's pages: not to be changed.
 
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
         """
+        return float_matrix(self._stored(name))
+
+    def _stored(self, name: str) -> Tensor:
         known = self._known(name)
         with _reading(self._folder):
             tensor: Tensor = self._files[known].get_tensor(known)

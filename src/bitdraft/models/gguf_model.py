@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import ModelFileError
 from ..ops.gguf_blocks import BlockFormat
+from ..ops.packed import Packed, block_matrix, float_matrix
 from .config import FAMILIES, ModelConfig
 from .gguf import GGUFFile
 from .gguf_vocab import gguf_tokenizer
@@ -78,22 +79,25 @@ class GGUFCheckpoint:
         """
         return self._ordered(name, self._file.tensor(self._known(name)))
 
-    def block_format(self, name: str) -> BlockFormat | None:
-        """How the tensor of this Hugging Face name is quantised; None for plain floats.
+    def holds_floats(self, name: str) -> bool:
+        """Whether the matrix of this Hugging Face name is stored as plain floats.
 
         Raises:
             ModelFileError: there is no such tensor.
         """
-        form = self._file.tensors[self._known(name)].form
-        return None if form.values == 1 else form
+        return self._form(name).values == 1
 
-    def stored(self, name: str) -> Tensor:
-        """The matrix of this Hugging Face name as it is stored: [N, K] floats, or its blocks, [N, bytes] uint8.
+    def packed(self, name: str) -> Packed:
+        """The matrix of this Hugging Face name as it is stored: floats, or blocks.
 
         Raises:
             ModelFileError: there is no such tensor.
         """
-        return self._ordered(name, self._file.stored(self._known(name)))
+        stored, form = self._ordered(name, self._file.stored(self._known(name))), self._form(name)
+        return float_matrix(stored) if form.values == 1 else block_matrix(stored, form)
+
+    def _form(self, name: str) -> BlockFormat:
+        return self._file.tensors[self._known(name)].form
 
     def _known(self, name: str) -> str:
         if not self.has(name):

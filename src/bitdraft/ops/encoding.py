@@ -3,13 +3,13 @@
 Shape suffixes: N outputs, K inputs, G groups along K, R rows.
 """
 
-from math import gcd
+import math
 
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .gguf_blocks import dequantise
+from .gguf_blocks import dequantise, finite
 from .packed import Activation, Packed
 
 FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -32,9 +32,9 @@ def pack_bits(codes_NK: Tensor, bits: int) -> Tensor:
     N, K = codes_NK.shape
     if K * bits % 8:
         raise ShapeError(
-            f"pack_bits: {K} codes of {bits} bits a row. Expected a multiple of {8 // gcd(bits, 8)} codes."
+            f"pack_bits: {K} codes of {bits} bits a row. Expected a multiple of {8 // math.gcd(bits, 8)} codes."
         )
-    run = 8 // gcd(bits, 8)  # the shortest run of codes that fills whole bytes
+    run = 8 // math.gcd(bits, 8)  # the shortest run of codes that fills whole bytes
     code = codes_NK.to(torch.uint8).reshape(N, K // run, run)
     packed = torch.zeros(N, K // run, run * bits // 8, dtype=torch.uint8)
     for i in range(run):
@@ -54,7 +54,7 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
     N, size = packed.shape
     if size * 8 % bits:
         raise ShapeError(f"unpack_bits: {size} bytes a row for codes of {bits} bits. Expected whole codes.")
-    run = 8 // gcd(bits, 8)
+    run = 8 // math.gcd(bits, 8)
     stream = packed.reshape(N, -1, run * bits // 8)
     code = torch.empty(N, stream.shape[1], run, dtype=torch.uint8)
     for i in range(run):
@@ -80,6 +80,15 @@ def dequantize(packed: Packed) -> Tensor:
     G = packed.scales.shape[1]
     value_NGS = code_NK.to(torch.float32).view(N, G, K // G).sub_(zero).mul_(packed.scales[..., None])
     return value_NGS.view(N, K)
+
+
+def is_finite(packed: Packed) -> bool:
+    """Whether every value that a packed weight stands for is a number; looks at no more than it must."""
+    if packed.blocks is not None:
+        return finite(packed.codes.numpy(), packed.blocks)
+    floats = [t for t in (packed.codes, packed.scales) if t is not None and t.is_floating_point()]
+    # The sum of finite values is finite and costs a tenth of looking at each of them.
+    return all(math.isfinite(float(t.float().sum())) or bool(t.float().isfinite().all()) for t in floats)
 
 
 def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:

@@ -56,6 +56,18 @@ class Packed:
         return size
 
 
+def float_matrix(values_NK: Tensor) -> Packed:
+    """A weight of plain floats, [N, K] float32, float16 or bfloat16, that reads 16-bit inputs."""
+    shape = (values_NK.shape[0], values_NK.shape[1])
+    return Packed(str(values_NK.dtype).removeprefix("torch."), shape, 8 * values_NK.itemsize, "bf16", values_NK)
+
+
+def block_matrix(blocks: Tensor, form: BlockFormat) -> Packed:
+    """A weight as a GGUF file stores it, [N, bytes of a row] uint8, that reads 16-bit inputs."""
+    shape = (blocks.shape[0], blocks.shape[1] // form.nbytes * form.values)
+    return Packed(form.name, shape, form.code_bits, "bf16", blocks, blocks=form)
+
+
 class Prepared(Protocol):
     """A weight in the layout that a backend multiplies by; only that backend looks inside."""
 
@@ -140,17 +152,17 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
 def fuse(parts: Sequence[Packed]) -> list[Packed]:
     """The rows of all parts, in order, in as few weights as hold them: how q, k, v and gate, up are fused.
 
-    The rows of a fused weight read the same rounded inputs. Where a file stores some of them as integers and others as
-    floats, which do not multiply 8-bit inputs, all read 16-bit ones.
+    The rows of a fused weight read the same rounded inputs. Where some of them are integers and others floats, which
+    do not multiply 8-bit inputs, all read 16-bit ones.
 
     Returns:
-        weights of one activation; neighbours differ in how they are stored.
+        weights of one activation; neighbours differ in format or in how they are stored.
 
     Raises:
-        ShapeError: if the parts differ in format or inputs.
+        ShapeError: if the parts differ in inputs.
     """
     for part in parts:
-        if (part.format, part.shape[1]) != (parts[0].format, parts[0].shape[1]):
+        if part.shape[1] != parts[0].shape[1]:
             raise _unlike(part, parts[0])
     if len({part.activation for part in parts}) > 1:
         parts = [replace(part, activation="bf16") for part in parts]

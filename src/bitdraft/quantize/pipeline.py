@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import FormatError, ModelFileError, UsageError
-from ..formats import Format, Recipe, get_format
+from ..formats import Format, Recipe
 from ..models.checkpoint import Checkpoint, Weights
 from ..models.decoder import Decoder, prepare_model
-from ..ops.gguf_blocks import finite
+from ..ops.encoding import is_finite
 from ..ops.packed import Packed
 from .awq import READERS, fold_layer, round_layer
 from .calibrate import ActivationStats, collect, count_tokens
@@ -42,18 +42,17 @@ def check_layers(source: Checkpoint, recipe: Recipe) -> None:
     """
     linear = [f"{name}.weight" for name in source.config.linear_shapes() if name != "lm_head"]
     integers = recipe.format.kind == "stored" and recipe.format.activation == "int8"
-    if integers and all(source.block_format(name) is None for name in linear):
+    if integers and all(source.holds_floats(name) for name in linear):
         raise FormatError(
             f"{source.origin}: {recipe.name} multiplies 8-bit inputs by the integers that a file stores, and this one "
             f"stores its layers as floats ({source.stored_as}). Use stored-a16, which keeps them, or w8a8, which "
             "rounds them to 8 bits."
         )
-    alike: dict[tuple[str, tuple[int, int]], list[str]] = {}
+    alike: dict[tuple[str, tuple[int, int], Format], list[str]] = {}
     for name, shape in source.config.linear_shapes().items():
-        alike.setdefault((name.split(".", 3)[-1], shape), []).append(name)
+        alike.setdefault((name.split(".", 3)[-1], shape, recipe.format_of(name)), []).append(name)
     problems = []
-    for (kind, shape), names in alike.items():
-        form = get_format(recipe.format.head) if kind == "lm_head" else recipe.format
+    for (_, shape, form), names in alike.items():
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
         try:
             form.check(label, shape)
@@ -88,7 +87,7 @@ def quantize(
     check_layers(source, recipe)
     stats = _calibrated(source, recipe, calibration, rng, progress) if recipe.method == "awq" else None
     config = source.config
-    head = get_format(recipe.format.head)
+    head = recipe.format_of("lm_head")
     weights = Weights(config, {}, {"model.norm.weight": _read(source, "model.norm.weight")})
     what = "reading the weights" if recipe.format.kind == "stored" else f"quantising to {recipe.name}"
     for i in range(config.num_layers):
@@ -119,7 +118,7 @@ def _layer(
     """The linear layers of a layer, by reader; AWQ changes the norms and biases among `tensors`, and adds weights."""
     linear = [reader for readers in READERS.values() for reader in readers]
     if stats is None:
-        return {name: _nearest(source, f"{prefix}{name}.weight", recipe.format) for name in linear}
+        return {name: _nearest(source, f"{prefix}{name}.weight", recipe.format_of(prefix + name)) for name in linear}
     tensors |= {f"{name}.weight": _read(source, f"{prefix}{name}.weight") for name in linear}
     scales = fold_layer(tensors, stats, layer, source.config, recipe.format)
     return round_layer(tensors, scales, stats, layer, recipe.format)
@@ -129,12 +128,10 @@ def _nearest(source: Checkpoint, name: str, form: Format) -> Packed:
     """A weight in a format, rounded to nearest or as it is stored."""
     if form.kind != "stored":
         return nearest(_read(source, name), form)
-    blocks, stored = source.block_format(name), source.stored(name)
-    if blocks is None:
-        return form.encode(_finite(source, name, stored))
-    if not finite(stored.numpy(), blocks):
+    packed = source.packed(name)
+    if not is_finite(packed):
         _read(source, name)  # says how many of its values are no numbers
-    return form.keep(stored, blocks)
+    return form.keep(packed)
 
 
 def _read(source: Checkpoint, name: str) -> Tensor:
