@@ -38,7 +38,7 @@ void need_grid(const bd_weight &w) {
                   w.activation >= 0 && w.activation < BD_ACTIVATIONS;
   need(ok, BD_E_SHAPE, "a weight of an unknown codec, grid or activation, or of no size.");
   const bool floats = w.codec <= BD_E5M2;
-  need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
+  need(!(floats && bd::integer_inputs(w.activation)), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
   need(bd::known_form(w.codec, w.grid), BD_E_SHAPE, "codes with scales of a kind that they never have, or without any.");
   if (w.grid == BD_GRID_NONE) return;
   const bool unit = w.grid == BD_GRID_K || w.grid == BD_GRID_K16;  // their groups are 256 inputs, whatever `group` says

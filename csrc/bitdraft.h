@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define BD_ABI 1
+#define BD_ABI 2
 #if defined(_WIN32)
 #define BD_API __declspec(dllexport)
 #else
@@ -41,7 +41,8 @@ enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD
 enum bd_grid { BD_GRID_NONE, BD_GRID_SYM, BD_GRID_ASYM, BD_GRID_MIN, BD_GRID_K, BD_GRID_K16, BD_GRIDS };
 
 /* How an operation rounds its input rows before it multiplies. */
-enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E5M2, BD_ACTIVATIONS };
+// INT8 has a scale for each row, INT8_G32 one for every 32 inputs of it.
+enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E5M2, BD_ACT_INT8_G32, BD_ACTIVATIONS };
 
 enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8 };
 

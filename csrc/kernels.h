@@ -14,12 +14,13 @@ struct SplitRow;
 constexpr int ROW_BLOCK = 32;  // rows whose 8-bit codes lie together
 
 // Input rows as a weight's format rounds them. `values` [R][K padded] float, also while 8-bit codes are made; the codes
-// [R / 32][K / 32][rows of the block][32], their sums by 32 and by 16 inputs [R / 32][K / 32][rows of the block](2).
+// [R / 32][K / 32][rows of the block][32], their sums by 32 and by 16 inputs [R / 32][K / 32][rows of the block](2), and
+// the steps of INT8_G32, as many as the sums by 32.
 struct Rounded {
   int64_t rows, inputs;
   float *values, *scale;  // scale: [R], what a row of codes is to be multiplied by
   int8_t *codes;
-  float *sums, *half_sums;
+  float *sums, *half_sums, *steps;
 };
 
 struct Kernels {

@@ -33,6 +33,8 @@ static inline int codec_bits(int codec) {
   return bits[codec];
 }
 
+static inline bool integer_inputs(int activation) { return activation == BD_ACT_INT8 || activation == BD_ACT_INT8_G32; }
+
 // Whether there are kernels for these codes with these scales.
 static inline bool known_form(int codec, int grid) {
   switch (grid) {

@@ -11,6 +11,7 @@ Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K) {
   r.codes = memory.take<int8_t>(rows * r.inputs);
   r.sums = memory.take<float>(rows * r.inputs / 32);
   r.half_sums = memory.take<float>(rows * r.inputs / 16);
+  r.steps = memory.take<float>(rows * r.inputs / 32);
   return r;
 }
 

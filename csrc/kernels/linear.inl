@@ -49,10 +49,11 @@ template <int GRID> struct Grid {
   }
 };
 
-/// 8-bit inputs: acc[row] += codes of the panel times codes of the rows, for a block of `rows` rows.
-template <int BITS, int GRID, int ROWS>
+/// 8-bit inputs: acc[row] += codes of the panel times codes of the rows, for a block of `rows` rows; STEPS: each group of
+/// a row's inputs has a scale of its own.
+template <int BITS, int GRID, bool STEPS, int ROWS>
 inline void int_groups(const bd_weight &w, const Layout &l, const uint8_t *panel, int64_t groups, int count, const int8_t *q,
-                       const float *sums, const float *half_sums, Vec *acc) {
+                       const float *sums, const float *half_sums, const float *steps, Vec *acc) {
   const int rows = ROWS ? ROWS : count;
   const Grid<GRID> grid(w, l, panel);
   const uint8_t *codes = panel + l.codes_at;
@@ -66,27 +67,27 @@ inline void int_groups(const bd_weight &w, const Layout &l, const uint8_t *panel
       float both[2][bd::ROW_BLOCK];
       for (int m = 0; m < rows; m++)
         for (int half = 0; half < 2; half++) both[half][m] = half_sums[(g * rows + m) * 2 + half];
-      group_dot<BITS, 0, 4>(codes, rows, q + g * rows * 32, both[0], scale, offset, acc);
+      group_dot<BITS, STEPS, 0, 4>(codes, rows, q + g * rows * 32, both[0], steps + g * rows, scale, offset, acc);
       grid.at(g, 1, scale, offset);
-      group_dot<BITS, 4, 8>(codes, rows, q + g * rows * 32, both[1], scale, offset, acc);
+      group_dot<BITS, STEPS, 4, 8>(codes, rows, q + g * rows * 32, both[1], steps + g * rows, scale, offset, acc);
     } else {
-      group_dot<BITS>(codes, rows, q + g * rows * 32, sums + g * rows, scale, offset, acc);
+      group_dot<BITS, STEPS>(codes, rows, q + g * rows * 32, sums + g * rows, steps + g * rows, scale, offset, acc);
     }
   }
 }
 
-template <int BITS, int GRID>
+template <int BITS, int GRID, bool STEPS>
 void int_panel(const bd_weight &w, const Layout &l, const uint8_t *panel, const Rounded &x, int64_t row, int rows, Vec *acc) {
   const int64_t groups = x.inputs / 32, at = row * groups;
   const int8_t *q = x.codes + at * 32;
-  const float *sums = x.sums + at, *halves = x.half_sums + at * 2;
+  const float *sums = x.sums + at, *halves = x.half_sums + at * 2, *steps = x.steps + at;
   if (rows == 1) {  // a copy that keeps its accumulator in registers
     Vec one = acc[0];
-    int_groups<BITS, GRID, 1>(w, l, panel, groups, 1, q, sums, halves, &one);
+    int_groups<BITS, GRID, STEPS, 1>(w, l, panel, groups, 1, q, sums, halves, steps, &one);
     acc[0] = one;
     return;
   }
-  int_groups<BITS, GRID, 0>(w, l, panel, groups, rows, q, sums, halves, acc);
+  int_groups<BITS, GRID, STEPS, 0>(w, l, panel, groups, rows, q, sums, halves, steps, acc);
 }
 
 // Float inputs. A source gives the values of a panel for an even input and for the odd one after it.
@@ -188,14 +189,15 @@ void few_rows(const bd_weight &, const Layout &l, const uint8_t *panel, const Ro
   multiply_rows(source<Source>(panel + l.codes_at), x.inputs, x.values + row * x.inputs, x.inputs, rows, acc);
 }
 
-/// What there is for a format. integer: for 8-bit inputs; few: for up to FEW rows of float inputs, or none; decode.
+/// What there is for a format. integer, stepped: for 8-bit inputs with a scale for each row, or for each 32 inputs of it;
+/// few: for up to FEW rows of float inputs, or none; decode.
 struct Form {
-  Panel integer, few;
+  Panel integer, stepped, few;
   Decode decode;
 };
-template <class Source> constexpr Form floats() { return {nullptr, few_rows<Source>, decode_floats<Source>}; }
+template <class Source> constexpr Form floats() { return {nullptr, nullptr, few_rows<Source>, decode_floats<Source>}; }
 template <int BITS, int GRID> constexpr Form integers() {
-  return {int_panel<BITS, GRID>, nullptr, decode_groups<BITS, GRID>};
+  return {int_panel<BITS, GRID, false>, int_panel<BITS, GRID, true>, nullptr, decode_groups<BITS, GRID>};
 }
 
 Form form_of(const bd_weight &w) {
@@ -213,7 +215,7 @@ Form form_of(const bd_weight &w) {
 #undef BD_FLOATS
 #undef BD_INTEGERS
   }
-  return {nullptr, nullptr, nullptr};
+  return {nullptr, nullptr, nullptr, nullptr};
 }
 
 /// Many rows: each stretch of inputs of a panel is decoded once for all rows, and is taken for several panels in turn, so
@@ -234,7 +236,10 @@ void many_rows(Decode decode, const bd_weight &w, const Layout &l, int64_t p, in
 inline void products(const Form &form, const bd_weight &w, const Layout &l, int64_t p, int panels, const Rounded &x,
                      int64_t row, int rows, Vec *acc) {
   for (int i = 0; i < panels * rows; i++) acc[i] = vec_zero();
-  const Panel panel = w.activation == BD_ACT_INT8 ? form.integer : rows <= FEW ? form.few : nullptr;
+  const Panel panel = w.activation == BD_ACT_INT8       ? form.integer
+                      : w.activation == BD_ACT_INT8_G32 ? form.stepped
+                      : rows <= FEW                     ? form.few
+                                                        : nullptr;
   for (int i = 0; panel && i < panels; i++) panel(w, l, w.panels + (p + i) * l.panel_bytes, x, row, rows, acc + i * rows);
   if (!panel) many_rows(form.decode, w, l, p, panels, x, row, rows, acc);
   for (int i = 0; i < panels; i++) {
@@ -248,8 +253,8 @@ inline void products(const Form &form, const bd_weight &w, const Layout &l, int6
 /// How rows and panels are taken: 8-bit inputs in the blocks that they lie in, panel by panel.
 struct Blocks {
   int rows, panels;
-  explicit Blocks(const bd_weight &w) : rows(w.activation == BD_ACT_INT8 ? bd::ROW_BLOCK : FLOAT_ROWS),
-                                        panels(w.activation == BD_ACT_INT8 ? 1 : FLOAT_PANELS) {}
+  explicit Blocks(const bd_weight &w) : rows(bd::integer_inputs(w.activation) ? bd::ROW_BLOCK : FLOAT_ROWS),
+                                        panels(bd::integer_inputs(w.activation) ? 1 : FLOAT_PANELS) {}
 };
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }

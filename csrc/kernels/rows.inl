@@ -27,13 +27,25 @@ template <int DROPPED> inline Vec round_float8(Vec a) {
   return vec_below(vec_abs(a), vec_set(least), vec_sub(vec_add(a, big), big), vec_shorten<DROPPED>(a));
 }
 
-void store_codes(const Rounded &out, int64_t row, float scale) {
+/// What the largest of some magnitudes is divided by to be the largest code; 1 for zeros.
+inline float step_of(Vec magnitudes, float limit) {
+  const float step = vec_largest(magnitudes) / limit;
+  return step > 0 ? step : 1.0f;
+}
+
+/// 8-bit codes of a row, by a step of its own for each 32 inputs or by one for all of them.
+void store_codes(const Rounded &out, int64_t row, bool grouped, float scale) {
   const int64_t groups = out.inputs / bd::GROUP, block = row / bd::ROW_BLOCK, m = row % bd::ROW_BLOCK;
   const int64_t left = out.rows - block * bd::ROW_BLOCK, rows = left < bd::ROW_BLOCK ? left : bd::ROW_BLOCK;
   const float *x = out.values + row * out.inputs;
-  const Vec by = vec_set(scale), limit = vec_set(127.0f), low = vec_set(-127.0f);
+  const Vec limit = vec_set(127.0f), low = vec_set(-127.0f);
   for (int64_t g = 0; g < groups; g++) {
     const int64_t at = block * bd::ROW_BLOCK * groups + g * rows + m;
+    if (grouped) {
+      scale = step_of(vec_max(vec_abs(vec_load(x + g * 32)), vec_abs(vec_load(x + g * 32 + 16))), 127.0f);
+      out.steps[at] = scale;
+    }
+    const Vec by = vec_set(scale);
     float part[2];
     for (int half = 0; half < 2; half++) {
       const Vec quotient = vec_div(vec_load(x + g * 32 + half * 16), by);
@@ -60,10 +72,11 @@ void round_row(const float *x, int64_t K, const float *norm, float eps, int acti
   }
   out.scale[row] = 1.0f;
   if (activation == BD_ACT_F32 || activation == BD_ACT_BF16) return;
+  if (activation == BD_ACT_INT8_G32) return store_codes(out, row, true, 1.0f);
   const float limit = activation == BD_ACT_INT8 ? 127.0f : activation == BD_ACT_E4M3 ? 448.0f : 57344.0f;
-  const float quotient = vec_largest(largest) / limit, scale = quotient > 0 ? quotient : 1.0f;
+  const float scale = step_of(largest, limit);
   out.scale[row] = scale;
-  if (activation == BD_ACT_INT8) return store_codes(out, row, scale);
+  if (activation == BD_ACT_INT8) return store_codes(out, row, false, scale);
   for (int64_t k = 0; k < out.inputs; k += 16) {
     Vec v = vec_div(vec_load(y + k), vec_set(scale));
     v = vec_min(vec_max(v, vec_set(-limit)), vec_set(limit));

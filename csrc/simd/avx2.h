@@ -188,22 +188,36 @@ template <int FROM, int TO> inline Int dot_signed(const uint8_t *w, const int8_t
   return sum;
 }
 
-template <int BITS, int FROM = 0, int TO = 8>
-inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, Vec scale, Vec offset, Vec *acc) {
+/// acc + scale * dot + offset * sum, the latter two times *step if STEPS.
+template <bool STEPS>
+inline __m256 add_group(__m256 dot, float sum, const float *step, __m256 scale, __m256 offset, __m256 acc) {
+  if constexpr (STEPS) {
+    const __m256 group = _mm256_fmadd_ps(_mm256_set1_ps(sum), offset, _mm256_mul_ps(dot, scale));
+    return _mm256_fmadd_ps(group, _mm256_set1_ps(*step), acc);
+  }
+  return _mm256_fmadd_ps(_mm256_set1_ps(sum), offset, _mm256_fmadd_ps(dot, scale, acc));
+}
+
+/// See scalar.h.
+template <int BITS, bool STEPS = false, int FROM = 0, int TO = 8>
+inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, const float *steps, Vec scale,
+                      Vec offset, Vec *acc) {
   if constexpr (BITS == 8) {
-    for (int m = 0; m < rows; m++)
-      acc[m] = vec_fma(int_to_vec(dot_signed<FROM, TO>(codes, q + m * 32)), scale, acc[m]);
+    for (int m = 0; m < rows; m++) {
+      const Vec dot = int_to_vec(dot_signed<FROM, TO>(codes, q + m * 32));
+      acc[m] = STEPS ? vec_fma(vec_mul(dot, scale), vec_set(steps[m]), acc[m]) : vec_fma(dot, scale, acc[m]);
+    }
   } else {
     __m256i u[8];
     unpack<BITS>(codes, u);
     for (int m = 0; m < rows; m++) {
       const __m256 dot = _mm256_cvtepi32_ps(dot_unsigned<BITS, FROM, TO>(u, q + m * 32));
-      acc[m].lo = _mm256_fmadd_ps(_mm256_set1_ps(sums[m]), offset.lo, _mm256_fmadd_ps(dot, scale.lo, acc[m].lo));
+      acc[m].lo = add_group<STEPS>(dot, sums[m], steps + m, scale.lo, offset.lo, acc[m].lo);
     }
     unpack<BITS>(codes + 32, u);
     for (int m = 0; m < rows; m++) {
       const __m256 dot = _mm256_cvtepi32_ps(dot_unsigned<BITS, FROM, TO>(u, q + m * 32));
-      acc[m].hi = _mm256_fmadd_ps(_mm256_set1_ps(sums[m]), offset.hi, _mm256_fmadd_ps(dot, scale.hi, acc[m].hi));
+      acc[m].hi = add_group<STEPS>(dot, sums[m], steps + m, scale.hi, offset.hi, acc[m].hi);
     }
   }
 }

@@ -115,9 +115,9 @@ inline Int inputs_of(const int8_t *q) {  // a quad of inputs, for every output
 }
 
 /// See scalar.h. Signed codes are multiplied as code + 128, less 128 times the sum of the inputs.
-template <int BITS, int FROM = 0, int TO = 8>
-inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, Vec scale, Vec offset,
-                      Vec *acc) {
+template <int BITS, bool STEPS = false, int FROM = 0, int TO = 8>
+inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, const float *steps, Vec scale,
+                      Vec offset, Vec *acc) {
   Codes<BITS> u(codes);
 #pragma GCC unroll 8
   for (int j = 0; BITS == 8 && j < 8; j++) u.quads[j] = _mm512_xor_si512(u.quads[j], _mm512_set1_epi8(-128));
@@ -128,8 +128,10 @@ inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const flo
       even = _mm512_dpbusd_epi32(even, u.quads[j], inputs_of(q + j * 4));
       odd = _mm512_dpbusd_epi32(odd, u.quads[j + 1], inputs_of(q + j * 4 + 4));
     }
-    const Vec sum = vec_fma(int_to_vec(int_add(even, odd)), scale, acc[m]);
-    acc[m] = BITS == 8 ? sum : vec_fma(vec_set(sums[m]), offset, sum);
+    const Vec dot = int_to_vec(int_add(even, odd));
+    const Vec group = STEPS ? vec_mul(dot, scale) : vec_fma(dot, scale, acc[m]);
+    const Vec whole = BITS == 8 ? group : vec_fma(vec_set(sums[m]), offset, group);
+    acc[m] = STEPS ? vec_fma(whole, vec_set(steps[m]), acc[m]) : whole;
   }
 }
 

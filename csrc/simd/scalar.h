@@ -117,18 +117,21 @@ template <int BITS> struct Codes {
   }
 };
 
-/// acc[row] += scale * dot(codes, q[row]) + offset * sum[row] for each row of a block; q has 32 bytes a row.
+/// acc[row] += scale * dot(codes, q[row]) + offset * sum[row] for each row of a block, times step[row] if STEPS; q has 32
+/// bytes a row.
 /// FROM and TO: the quads that count, all eight of them but for grids with a scale for 16 inputs.
-template <int BITS, int FROM = 0, int TO = 8>
-inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, Vec scale, Vec offset, Vec *acc) {
+template <int BITS, bool STEPS = false, int FROM = 0, int TO = 8>
+inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, const float *steps, Vec scale,
+                      Vec offset, Vec *acc) {
   const Codes<BITS> c(codes);
   for (int m = 0; m < rows; m++) {
     Int dot = int_set(0);
     for (int quad = FROM; quad < TO; quad++)
       for (int k = 0; k < 4; k++)
         BD_EACH(dot.v[i] += (BITS == 8 ? (int8_t)c.u[quad][i][k] : c.u[quad][i][k]) * q[m * 32 + quad * 4 + k])
-    acc[m] = vec_fma(int_to_vec(dot), scale, acc[m]);
-    acc[m] = vec_fma(vec_set(sums[m]), offset, acc[m]);
+    const Vec group = vec_fma(int_to_vec(dot), scale, STEPS ? vec_zero() : acc[m]);
+    const Vec whole = vec_fma(vec_set(sums[m]), offset, group);
+    acc[m] = STEPS ? vec_fma(whole, vec_set(steps[m]), acc[m]) : whole;
   }
 }
 

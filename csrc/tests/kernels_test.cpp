@@ -221,7 +221,7 @@ void mlp(const Pools &pools, Form form, Form down_form, int activation, int64_t 
 }
 
 void format(const Pools &pools, Form form, int activation) {
-  const bool all = form.floats() || activation == BD_ACT_BF16 || activation == BD_ACT_INT8;  // others: the same loops
+  const bool all = form.floats() || activation == BD_ACT_BF16 || bd::integer_inputs(activation);  // others: the same loops
   for (int64_t K : {1, 20, 32, 33, 64, 96, 256}) {
     if (K % form.unit()) continue;
     for (int64_t N : {1, 15, 16, 17, 40})
@@ -242,7 +242,7 @@ int main(int count, char **arguments) {
   if (!pools.of[1]) return std::printf("%s\n", bd_error()), test::SKIPPED;
   for (const Form &form : FORMS)
     for (int activation = 0; activation < BD_ACTIVATIONS; activation++)
-      if (!(form.floats() && activation == BD_ACT_INT8)) format(pools, form, activation);
+      if (!(form.floats() && bd::integer_inputs(activation))) format(pools, form, activation);
   for (int activation = 0; activation < BD_ACTIVATIONS; activation++) parts(pools, activation);
   return test::result(isa);
 }

@@ -91,7 +91,7 @@ class Weight {
     if (form.codec == BD_BF16) return bits_of_float(random.normal()) >> 16;
     if (form.codec == BD_E4M3) return (uint32_t)(random.below(127) | random.below(2) << 7);
     if (form.codec == BD_E5M2) return (uint32_t)(random.below(76) | random.below(2) << 7);  // up to 8
-    if (form.codec == BD_INT8 && packed.activation == BD_ACT_INT8) return (uint8_t)(random.below(255) - 127);
+    if (form.codec == BD_INT8 && bd::integer_inputs(packed.activation)) return (uint8_t)(random.below(255) - 127);
     return (uint32_t)random.below(1 << form.bits());
   }
   /// A positive float16 from 2^exponent to 2^(exponent + 2), or once in a while a subnormal one.
@@ -217,16 +217,25 @@ inline double to_fraction(double x, int fraction_bits, int least) {
 
 inline double to_activation(double x, int activation) {
   switch (activation) {
-    case BD_ACT_INT8: return std::nearbyint(x);
+    case BD_ACT_INT8: case BD_ACT_INT8_G32: return std::nearbyint(x);
     case BD_ACT_E4M3: return to_fraction(x, 3, -6);
     case BD_ACT_E5M2: return to_fraction(x, 2, -14);
     default: return to_fraction(x, 7, -126);
   }
 }
 
-/// A row as an operation rounds it. INT8 and the float8 kinds are scaled by the row's largest magnitude.
+/// A row as an operation rounds it. INT8 and the float8 kinds are scaled by the row's largest magnitude, INT8_G32 by the
+/// largest of each 32 inputs.
 inline Estimates rounded(const Estimates &x, int activation) {
   if (activation == BD_ACT_F32) return x;
+  if (activation == BD_ACT_INT8_G32) {
+    Estimates all;
+    for (size_t k = 0; k < x.size(); k += 32) {
+      const Estimates group(x.begin() + (long)k, x.begin() + (long)std::min(k + 32, x.size()));
+      for (const Estimate &e : rounded(group, BD_ACT_INT8)) all.push_back(e);
+    }
+    return all;
+  }
   Estimate largest = {0, 0};
   for (const Estimate &e : x)
     if (std::fabs(e.value) > largest.value) largest = {std::fabs(e.value), e.error};

@@ -46,6 +46,7 @@ void weights(bd_pool *pool) {
   refused("half a block of 256", weight(BD_INT6, BD_GRID_K16, 0, 384));
   refused("floats with scales", weight(BD_BF16, BD_GRID_SYM, 32));
   refused("floats with 8-bit inputs", weight(BD_E4M3, BD_GRID_NONE, 0, 64, BD_ACT_INT8));
+  refused("floats with 8-bit inputs in groups", weight(BD_BF16, BD_GRID_NONE, 0, 64, BD_ACT_INT8_G32));
   refused("4 bits without scales", weight(BD_INT4, BD_GRID_NONE, 0));
   refused("an unknown codec", weight(BD_CODECS, BD_GRID_NONE, 0));
   refused("an unknown codec", weight(-1, BD_GRID_NONE, 0));

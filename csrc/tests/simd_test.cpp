@@ -277,22 +277,23 @@ template <int BITS, int WHICH> void inputs(const uint8_t *p) {
 }
 
 /// Scales are powers of two and offsets multiples of them, so that nothing rounds and every dot shows.
-template <int BITS, int FROM, int TO> void dots(const uint8_t *p, const int8_t *q, int rows) {
+template <int BITS, bool STEPS, int FROM, int TO> void dots(const uint8_t *p, const int8_t *q, int rows) {
   Floats scale, offset;
-  float sums[32] = {}, before[32][16];
+  float sums[32] = {}, steps[32], before[32][16];
   Vec acc[32];
   for (int i = 0; i < 16; i++) scale.v[i] = ldexpf(1, i % 4 - 2), offset.v[i] = BITS == 8 ? 0 : -3.0f * scale.v[i];
   for (int m = 0; m < rows; m++) {
     for (int k = FROM * 4; k < TO * 4; k++) sums[m] += q[m * 32 + k];
     for (int i = 0; i < 16; i++) before[m][i] = (float)(m * 16 + i);
+    steps[m] = ldexpf(1, m % 3 - 1);
     acc[m] = vec_load(before[m]);
   }
-  group_dot<BITS, FROM, TO>(p, rows, q, sums, vec_load(scale.v), vec_load(offset.v), acc);
+  group_dot<BITS, STEPS, FROM, TO>(p, rows, q, sums, steps, vec_load(scale.v), vec_load(offset.v), acc);
   for (int m = 0; m < rows; m++)
     each("group_dot", acc[m], [&](int i) {
       int dot = 0;
       for (int k = FROM * 4; k < TO * 4; k++) dot += code_of(BITS, p, k, i) * q[m * 32 + k];
-      return before[m][i] + (float)dot * scale.v[i] + sums[m] * offset.v[i];
+      return before[m][i] + ((float)dot * scale.v[i] + sums[m] * offset.v[i]) * (STEPS ? steps[m] : 1);
     });
 }
 
@@ -311,7 +312,8 @@ template <int BITS> void groups() {
     if (round % 3 == 1) memset(q, 127, sizeof q);
     if (round % 3 == 2) memset(q, -127, sizeof q);
     const int rows = round % 10 ? round % 10 : 32;
-    dots<BITS, 0, 8>(p, q, rows), dots<BITS, 0, 4>(p, q, rows), dots<BITS, 4, 8>(p, q, rows);
+    dots<BITS, false, 0, 8>(p, q, rows), dots<BITS, false, 0, 4>(p, q, rows), dots<BITS, false, 4, 8>(p, q, rows);
+    dots<BITS, true, 0, 8>(p, q, rows), dots<BITS, true, 0, 4>(p, q, rows), dots<BITS, true, 4, 8>(p, q, rows);
   }
 }
 

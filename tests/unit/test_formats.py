@@ -11,6 +11,7 @@ from safetensors.torch import save
 from bitdraft.errors import FormatError
 from bitdraft.formats import FORMATS, Recipe, get_format
 from bitdraft.formats.resolution import resolution_report
+from bitdraft.ops.encoding import round_activations
 from bitdraft.ops.packed import concatenate, float_matrix
 
 ERRORS = {
@@ -62,6 +63,8 @@ def test_every_format_has_a_bound() -> None:
         ("w3a16-asym", "w3a16-asym", 32, False),
         ("w6a8-asym-g64", "w6a8-g64-asym", 64, False),
         ("fp8", "fp8_e4m3", None, True),
+        ("w8a8-ag32", "w8a8-ag32", None, True),
+        ("w3a8-ag32-asym-g64", "w3a8-g64-asym-ag32", 64, False),
     ],
 )
 def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetric: bool) -> None:
@@ -80,6 +83,8 @@ def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetr
             "w4a16-h5",
             "w4a16-h4-h6",
             "w8a8-h4",
+            "w4a16-ag32",
+            "w4a8-ag64",
             "w8a16-asym",
             "fp8-g32",
             "bf16-asym",
@@ -144,6 +149,7 @@ def test_a_stored_weight_keeps_its_codes_and_reads_what_the_name_says(name: str,
         ("w4a8-h8", "w4a8", "w8a8"),
         ("w4a8-h6", "w4a8-h6", "w6a8"),
         ("w4a16-h4-g64-asym", "w4a16-g64-asym-h4", "w4a16-g64-asym"),
+        ("w4a8-h6-ag32", "w4a8-ag32-h6", "w6a8-ag32"),
     ],
 )
 def test_the_head_takes_a_width_of_its_own(name: str, canonical: str, head: str) -> None:
@@ -155,6 +161,17 @@ def test_the_head_takes_a_width_of_its_own(name: str, canonical: str, head: str)
     own = replace(recipe, formats={"lm_head": get_format("w3a16"), "model.layers.0.mlp.up_proj": get_format("bf16")})
     assert own.format_of("lm_head").bits == 3
     assert own.format_of("model.layers.0.mlp.up_proj").bits == 16
+
+
+def test_inputs_in_groups_are_rounded_group_by_group() -> None:
+    """One large input makes its own group coarse, and no other; the last group may be shorter."""
+    x = torch.randn(3, 80, generator=torch.Generator().manual_seed(0))
+    x[1, 40] = 1000.0
+    whole = round_activations(x, "int8_g32")
+    for start in (0, 32, 64):
+        assert torch.equal(whole[:, start : start + 32], round_activations(x[:, start : start + 32], "int8"))
+    off = (whole - x)[1].abs()
+    assert off[:32].max() < 0.02 < off[32:64].max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

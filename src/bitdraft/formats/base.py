@@ -153,7 +153,9 @@ ALIASES = {"fp8": "fp8_e4m3"}
 
 
 def get_format(name: str) -> Format:
-    """A format by name: a key of `FORMATS`, an alias, or an integer format with -g32 to -g128, -asym and -h2 to -h8.
+    """A format by name: a key of `FORMATS`, an alias, or an integer format with options.
+
+    Options are -g32 to -g128, -asym and -h2 to -h8 below 8 bits, and -ag32 where inputs are 8-bit integers.
 
     Raises:
         FormatError: there is no such format.
@@ -163,6 +165,10 @@ def get_format(name: str) -> Format:
         return FORMATS[base]
     base, *options = name.split("-")
     found = FORMATS.get(base)
+    if found is not None and found.activation == "int8" and "ag32" in options:
+        options.remove("ag32")
+        plain = get_format("-".join([base, *options]))
+        return replace(plain, name=_placed(plain.name), activation="int8_g32", head=_placed(plain.head))
     if found is None or found.group_size is None:
         raise _unknown(name)
     groups = [int(option[1:]) for option in options if option in {f"g{g}" for g in GROUP_SIZES}]
@@ -179,9 +185,15 @@ def get_format(name: str) -> Format:
     return replace(found, name=f"{base}{group}{zeros}-{heads[0]}", head=f"w{_HEADS[heads[0]]}a{width}{group}{zeros}")
 
 
+def _placed(name: str) -> str:
+    """A format's name with -ag32, which stands before the head's width."""
+    base, dash, head = name.partition("-h")
+    return f"{base}-ag32{dash}{head}"
+
+
 def _unknown(name: str) -> FormatError:
     return FormatError(
         f"there is no format {name!r}. Expected one of {', '.join(FORMATS)}, fp8 for fp8_e4m3; integer formats below 8 "
-        "bits take -g32, -g64 or -g128, -asym and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6. The method "
-        "comes last: -awq, or -rtn for rounding to nearest."
+        "bits take -g32, -g64 or -g128, -asym and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6; those with "
+        "8-bit inputs take -ag32. The method comes last: -awq, or -rtn for rounding to nearest."
     )

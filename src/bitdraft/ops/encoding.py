@@ -7,6 +7,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..errors import ShapeError
 from .gguf_blocks import dequantise, finite
@@ -98,7 +99,8 @@ def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:
         x_RK: [R, K] float32, finite.
         activation: `f32` leaves them; `bf16` rounds to bfloat16; `int8` and the FP8 kinds divide each row by its
             largest magnitude over the largest code (127; 448; 57344), round to the nearest code, ties to even, and
-            multiply again. A row of zeros stays one.
+            multiply again; `int8_g32` does so with every 32 inputs of a row, and with fewer at its end. Zeros stay
+            zeros.
 
     Returns:
         [R, K] float32: the values that the rounded inputs stand for.
@@ -107,6 +109,10 @@ def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:
         return x_RK
     if activation == "bf16":
         return x_RK.bfloat16().float()
+    if activation == "int8_g32":
+        R, K = x_RK.shape
+        groups = functional.pad(x_RK, (0, -K % 32)).view(-1, 32)
+        return round_activations(groups, "int8").view(R, -1)[:, :K]
     limit = 127.0 if activation == "int8" else torch.finfo(FLOAT8[activation]).max
     scale = x_RK.abs().amax(-1, keepdim=True) / limit
     scale = torch.where(scale > 0, scale, 1.0)  # also where the quotient is too small for FP32

@@ -276,7 +276,7 @@ def _layer(layer: Layer) -> abi.Layer:
 
 def _check_symmetric(packed: Packed, blocks: BlockFormat) -> None:
     """Pairs of products of 8-bit codes fit 16 bits if no code is -128; ggml writes none, but a file may hold one."""
-    if packed.activation == "int8" and blocks.code_bits == 8:
+    if packed.activation in ("int8", "int8_g32") and blocks.code_bits == 8:
         codes = packed.codes.view(torch.int8).view(-1, blocks.nbytes)[:, blocks.nbytes - blocks.values :]
         if int(codes.amin()) == -128:
             raise FormatError(

@@ -13,9 +13,10 @@ from torch import Tensor
 from ..errors import ShapeError
 from .gguf_blocks import BlockFormat
 
-Activation = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
+Activation = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int8_g32"]
 """How an operation rounds its input rows before it multiplies. `int8` and the FP8 kinds scale every row by its own
-largest magnitude. Part of a format's name and of the model's law, not a matter of speed."""
+largest magnitude, `int8_g32` every 32 neighbouring inputs of a row by theirs. Part of a format's name and of the
+model's law, not a matter of speed."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def check_layers(source: Checkpoint, recipe: Recipe) -> None:
         FormatError: naming every layer that it does not fit.
     """
     linear = [f"{name}.weight" for name in source.config.linear_shapes() if name != "lm_head"]
-    integers = recipe.format.kind == "stored" and recipe.format.activation == "int8"
+    integers = recipe.format.kind == "stored" and recipe.format.activation in ("int8", "int8_g32")
     if integers and all(source.holds_floats(name) for name in linear):
         raise FormatError(
             f"{source.origin}: {recipe.name} multiplies 8-bit inputs by the integers that a file stores, and this one "
