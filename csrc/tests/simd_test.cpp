@@ -83,6 +83,10 @@ void arithmetic() {
     each("vec_div", vec_div(x, y), [&](int i) { return a.v[i] / b.v[i]; });
     each("vec_max", vec_max(x, y), [&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
     each("vec_min", vec_min(x, y), [&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+    each("vec_swap 1", vec_swap<1>(x), [&](int i) { return a.v[i ^ 1]; });
+    each("vec_swap 2", vec_swap<2>(x), [&](int i) { return a.v[i ^ 2]; });
+    each("vec_swap 4", vec_swap<4>(x), [&](int i) { return a.v[i ^ 4]; });
+    each("vec_swap 8", vec_swap<8>(x), [&](int i) { return a.v[i ^ 8]; });
     each("vec_abs", vec_abs(x), [&](int i) { return fabsf(a.v[i]); });
     each("vec_round", vec_round(x), [&](int i) { return nearbyintf(a.v[i]); });
     each("vec_below", vec_below(x, y, z, x), [&](int i) { return a.v[i] < b.v[i] ? c.v[i] : a.v[i]; });

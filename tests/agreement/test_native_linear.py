@@ -200,10 +200,10 @@ def test_scales_that_no_factor_brings_together_are_bfloat16_or_refused() -> None
 
 
 def test_values_that_bfloat16_would_round_are_refused() -> None:
-    scales = torch.full((2, 1), 2.0**-127).to(torch.float8_e8m0fnu)
-    codes = torch.full((2, 32), 2.0**-6 * 1.125).to(torch.float8_e4m3fn)
+    scales = torch.full((2, 2), 2.0**-127).to(torch.float8_e8m0fnu)
+    codes = torch.full((2, 64), 2.0**-6 * 1.125).to(torch.float8_e4m3fn)
     with pytest.raises(FormatError, match=r"odd: values that bfloat16.*BITDRAFT_ISA=reference"):
-        kernels("scalar", 1).prepare(Packed("odd", (2, 32), 8, "bf16", codes, scales))
+        kernels("scalar", 1).prepare(Packed("odd", (2, 64), 8, "bf16", codes, scales))
 
 
 def test_float4_codes_with_other_scales_are_refused() -> None:

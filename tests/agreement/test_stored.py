@@ -154,8 +154,24 @@ def test_rows_that_are_stored_alike_are_one_part() -> None:
         assert {part.activation for part in parts} == {"bf16" if "F16" in types else "int8"}
     with pytest.raises(ShapeError, match="one format and one number of inputs"):
         fuse([stored("Q4_0", 16, 256), stored("Q8_0", 16, 512)])
-    with pytest.raises(ShapeError, match="one format and one number of inputs"):
-        fuse([stored("Q4_0", 16, 256), stored("Q4_0", 16, 256, 16)])
+    mixed = fuse([stored("Q4_0", 16, 256), stored("Q4_0", 16, 256, 16)])
+    assert {part.activation for part in mixed} == {"bf16"}
+
+
+@every_isa
+@pytest.mark.parametrize(
+    "names", [("w4a8", "w6a8", "w8a8"), ("w4a16-asym", "w3a16", "bf16"), ("w2a8", "bf16", "w4a8-g64")]
+)
+def test_q_k_and_v_of_widths_of_their_own(isa: str, names: tuple[str, str, str]) -> None:
+    """Mixed precision: a part for each format, and the bits that each would give alone with the same inputs."""
+    run, x, norm = kernels(isa, 2), random(5, 256), torch.ones(256)
+    parts = fuse([get_format(name).encode(random(n, 256, seed=n)) for name, n in zip(names, (64, 16, 16), strict=True)])
+    assert len(parts) == 3
+    got = run.norm_linear(x, norm, 1e-6, run.prepare(*parts), None)
+    alone = [run.norm_linear(x, norm, 1e-6, run.prepare(part), None) for part in parts]
+    assert torch.equal(got, torch.cat(alone, -1))
+    expected = reference.norm_linear(x, norm, 1e-6, reference.prepare(*parts), None)
+    assert_close(got, expected, SHARE["behind a norm"])
 
 
 def test_parts_that_do_not_fit_together_are_refused() -> None:

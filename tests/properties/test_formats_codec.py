@@ -15,7 +15,7 @@ from bitdraft.ops.packed import Activation
 GROUPED = [name for name, form in FORMATS.items() if form.group_size and form.kind == "integer"]
 WEIGHTS_ONLY = [name for name in GROUPED if name.endswith("a16")]  # how inputs are rounded does not enter the codes
 VARIANTS = [name + group + zero for name in WEIGHTS_ONLY for group in ("", "-g64", "-g128") for zero in ("", "-asym")]
-PLAIN = [*(name for name in FORMATS if name not in GROUPED), *VARIANTS]
+PLAIN = [*(name for name, form in FORMATS.items() if name not in GROUPED and form.kind != "stored"), *VARIANTS]
 ROTATED = ["w4a16-had", "w3a16-g128-asym-had", "mxfp4-had", "nvfp4-had"]
 ALL = [*PLAIN, *ROTATED]
 BY_TENSOR = [name for name in ALL if get_format(name).kind in ("fp8", "nvfp4")]  # something is chosen for all rows

@@ -1,6 +1,7 @@
 """Formats: names, what fits what, sizes, and how much each loses."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import save
 from bitdraft.errors import FormatError
 from bitdraft.formats import FORMATS, Recipe, get_format
 from bitdraft.formats.resolution import resolution_report
-from bitdraft.ops.packed import concatenate, fuse
+from bitdraft.ops.packed import concatenate, float_matrix, fuse
 
 ERRORS = {
     # name: relative error of W x on Gaussian weights and inputs, largest of K = 128 to 4096 and ten seeds, with a tenth
@@ -85,7 +86,8 @@ def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetr
     [
         *("", "w4", "w5a16", "int4", "W4A16", "w4a16-", "w4a16-g16", "w4a16-g", "w4a16-sym", "w4a16-g32-g64"),
         *("w4a16-asym-asym", "w8a8-g64", "w8a16-asym", "fp8-g32", "bf16-asym", "w4a16-awq"),
-        *("mxfp4-g64", "mxfp4-asym", "mxfp4-a16", "nvfp4-had-had", "mxfp8-had", "w8a8-had", "w4a8-had-had"),
+        *("w4a16-h5", "w4a16-h4-h6", "w8a8-h4", "mxfp4-h6", "mxfp4-g64", "mxfp4-asym", "mxfp4-a16"),
+        *("nvfp4-had-had", "mxfp8-had", "w8a8-had", "w4a8-had-had"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:
@@ -137,11 +139,41 @@ def test_what_is_kept_as_stored_takes_no_method(text: str) -> None:
         Recipe.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("name", "activation"), [("stored", "fp8_e4m3"), ("stored-a8", "int8"), ("stored-a16", "bf16")]
+)
+def test_a_stored_weight_keeps_its_codes_and_reads_what_the_name_says(name: str, activation: str) -> None:
+    weight = replace(get_format("w4a16").encode(torch.randn(4, 64)), activation="fp8_e4m3")
+    packed = get_format(name).keep(weight)
+    assert (packed.activation, packed.format) == (activation, name)
+    assert packed.codes is weight.codes
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical", "head"),
+    [
+        ("w4a8-h8", "w4a8", "w8a8"),
+        ("w4a8-h6", "w4a8-h6", "w6a8"),
+        ("w4a8-h6-had", "w4a8-had-h6", "w6a8"),
+        ("w4a16-h4-g64-asym", "w4a16-g64-asym-h4", "w4a16-g64-asym"),
+    ],
+)
+def test_the_head_takes_a_width_of_its_own(name: str, canonical: str, head: str) -> None:
+    form = get_format(name)
+    assert (form.name, form.head) == (canonical, head)
+    assert get_format(canonical) == form
+    recipe = Recipe.parse(f"{name}-awq")
+    assert (recipe.format_of("lm_head").name, recipe.format_of("model.layers.0.mlp.up_proj")) == (head, form)
+    own = replace(recipe, formats={"lm_head": get_format("w3a16"), "model.layers.0.mlp.up_proj": get_format("bf16")})
+    assert own.format_of("lm_head").bits == 3
+    assert own.format_of("model.layers.0.mlp.up_proj").bits == 16
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["stored-a8", "stored-a16"])
+@pytest.mark.parametrize("name", ["stored", "stored-a8", "stored-a16"])
 def test_floats_are_kept_as_stored(name: str, dtype: torch.dtype) -> None:
     form, weight = get_format(name), torch.tensor([[1e-7, 0.1, -3.3], [65504.0, 0.0, 2.0]]).to(dtype)
-    packed = form.encode(weight)
+    packed = form.keep(float_matrix(weight))
     assert form.bits_per_weight is None
     assert (packed.activation, packed.nbytes) == ("bf16", 6 * dtype.itemsize)
     assert torch.equal(form.decode(packed), weight.float())
@@ -183,7 +215,7 @@ def test_size_is_that_of_a_file(name: str, K: int) -> None:
     assert packed.nbytes == form.bits_per_weight * 6 * K / 8 + others
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "w4a16-g128-asym", "nvfp4-had"])
+@pytest.mark.parametrize("name", [*ROUNDING, "w4a16-g128-asym", "nvfp4-had"])
 def test_fused_rows_are_the_rows(name: str) -> None:
     form = get_format(name)
     parts = [torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)]
