@@ -3,8 +3,8 @@
 A name says all of it: `w4a16-g64-asym` is 4-bit weights in groups of 64 with zero points, inputs in bfloat16. The
 width of the activations is part of the name because it is part of the model's law, not a matter of speed.
 `stored` leaves weights and inputs as the model's file says; `stored-a8` and `stored-a16` leave the weights, and say how
-inputs are rounded. `-had` mixes inputs and weights by a Hadamard matrix before they are rounded. `-h6` brings the output
-head and the embedding to 6 bits.
+inputs are rounded. `-had` mixes inputs and weights by a Hadamard matrix before they are rounded. `-h6` brings the
+output head and the embedding to 6 bits.
 
 Shape suffixes: N outputs, K inputs.
 """
@@ -18,19 +18,18 @@ from torch import Tensor
 from ..errors import FormatError
 from ..ops.encoding import dequantize, rotate, round_activations
 from ..ops.packed import Activation, Packed
-from . import integer, minifloat
+from . import integer, minifloat, nested
 
 GROUP_SIZES = (32, 64, 128)
 DEFAULT_GROUP = 32
 
-Kind = Literal[
-    "float", "integer", "fp8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp8", "nvfp4", "stored"
-]
+Kind = Literal["float", "integer", "nested", "fp8", "fp8_e4m3", "fp8_e5m2", "mxfp4", "mxfp8", "nvfp4", "stored"]
 
-_SCALE_BITS = {"integer": 16, "mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
+_SCALE_BITS = {"integer": 16, "nested": 16, "mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
 """Bits of a group's scale, by kind of format."""
 
-_FLOATS = {
+_WORDS = {
+    "nested": "8-bit integers, their high nibbles 4-bit weights",
     "fp8": "float8 E4M3 or E5M2 by tensor, whichever has the smaller squared error",
     "fp8_e4m3": "float8 E4M3",
     "fp8_e5m2": "float8 E5M2",
@@ -48,7 +47,8 @@ class Format:
     Attributes:
         name: the canonical name.
         kind: of the codes: plain floats, integers with scales, 8-bit floats with a scale per output (`fp8`: the split
-            of exponent and fraction with less error), micro-scaled floats, or whatever the model's file stores.
+            of exponent and fraction with less error), micro-scaled floats, 8-bit integers with 4-bit ones in their high
+            nibbles, or whatever the model's file stores.
         bits: of a code; 0 if the file decides.
         activation: how inputs are rounded; of `stored`, where the file does not say. What a file stores as floats reads
             16-bit inputs in `stored-a8`, too.
@@ -80,14 +80,14 @@ class Format:
             return "bfloat16" if self.bits == 16 else "float32"
         if self.kind == "integer":
             return f"{self.bits}-bit integers"
-        return _FLOATS[self.kind]
+        return _WORDS[self.kind]
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits of a weight, its share of its group's scale (16 bits; 8 of micro-scaled floats) and 8-bit zero point included.
+        """Bits of a weight, its share of its group's scale and 8-bit zero point included.
 
-        A scale per output or tensor is 32 bits for all its weights, and is not counted. None if the model's file decides:
-        `Checkpoint.stored_bits` says it then.
+        A group's scale has 16 bits, and 8 in micro-scaled floats. A scale per output or tensor is 32 bits for all its
+        weights, and is not counted. None if the model's file decides: `Checkpoint.stored_bits` says it then.
         """
         if self.kind == "stored":
             return None
@@ -138,6 +138,8 @@ class Format:
             codes = weight_NK.to(torch.bfloat16 if self.bits == 16 else torch.float32)
         elif self.kind == "integer":
             codes, scales, zeros = integer.encode(weight_NK, self.bits, self.group_size, self.symmetric, shrink)
+        elif self.kind == "nested":
+            codes, scales = nested.encode(weight_NK, self.group_size or shape[1])
         elif self.kind == "nvfp4":
             codes, scales, channel = minifloat.encode_nvfp4(weight_NK)
         elif self.kind == "mxfp4":
@@ -223,6 +225,8 @@ FORMATS: dict[str, Format] = {
     "fp8_e5m2": Format("fp8_e5m2", "fp8_e5m2", 8, "fp8_e5m2", head="fp8_e5m2"),
     "fp8_e4m3-w": Format("fp8_e4m3-w", "fp8_e4m3", 8, "bf16", head="fp8_e4m3-w"),
     **_integers(),
+    "w8n4a16": Format("w8n4a16", "nested", 8, "bf16", DEFAULT_GROUP, head="w8a16"),
+    "w8n4a8": Format("w8n4a8", "nested", 8, "int8", DEFAULT_GROUP, head="w8a8"),
     **_microscaled(),
     "stored": Format("stored", "stored", 0, "bf16", head="stored"),
     "stored-a16": Format("stored-a16", "stored", 0, "bf16", head="stored-a16"),

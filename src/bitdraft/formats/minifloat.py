@@ -1,15 +1,15 @@
-"""Small floats: 8-bit ones with a scale for each output, and the micro-scaled ones with a scale for each block of inputs.
+"""Small floats: 8-bit ones with a scale for each output, and micro-scaled ones with a scale for each block of inputs.
 
-    FP8     E4M3 reaches 448 with 3 bits of fraction, E5M2 57344 with 2 (Micikevicius et al., 2209.05433); a float32 scale
-            for each output. `fp8` takes the split of exponent and fraction that rounds the tensor with less error.
+    FP8     E4M3 reaches 448 with 3 bits of fraction, E5M2 57344 with 2 (Micikevicius et al., 2209.05433); a float32
+            scale for each output. `fp8` takes the split of exponent and fraction that rounds the tensor better.
     MXFP4   E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) with a power of two, E8M0, for each 32 inputs (OCP Microscaling Formats
     MXFP8   Specification v1.0, sections 5 and 6); MXFP8 here is E4M3 with such scales.
-    NVFP4   E2M1 with an E4M3 scale for each 16 inputs and one float32 scale for the tensor, which is the inverse of what
-            compressed-tensors stores as `weight_global_scale`.
+    NVFP4   E2M1 with an E4M3 scale for each 16 inputs and one float32 scale for the tensor, which is the inverse of
+            what compressed-tensors stores as `weight_global_scale`.
 
-The specification takes a block's scale from its largest magnitude. Here the scale is the one of least squared error among
-a few: no power of two fits a block well that has its largest magnitude just above the reach of one, and mapping the
-largest to 4 in place of 6 avoids the widest gap of E2M1 (for NVFP4: Cook et al., 2512.02010).
+The specification takes a block's scale from its largest magnitude. Here the scale is the one of least squared error
+among a few: no power of two fits a block well that has its largest magnitude just above the reach of one, and mapping
+the largest to 4 in place of 6 avoids the widest gap of E2M1 (for NVFP4: Cook et al., 2512.02010).
 
 Shape suffixes: N outputs, K inputs, G blocks of inputs, S inputs of a block.
 """
@@ -113,8 +113,10 @@ def _e2m1_codes(weight_NK: Tensor, scale_NG: Tensor) -> Tensor:
 
 
 def _powers_of_two(weight_NK: Tensor, round_to: Round, largest_exponent: int) -> Tensor:
-    """The power of two for each 32 inputs, [N, G] float32: the specification's floor(log2(largest)) less the exponent of
-    the element's largest value, or the next one."""
+    """The power of two for each 32 inputs, [N, G] float32.
+
+    The specification's floor(log2(largest)) less the exponent of the element's largest value, or the next one.
+    """
     N, K = weight_NK.shape
     peak_NG = weight_NK.view(N, K // 32, 32).abs().amax(-1)
     peak_NG = torch.where(peak_NG > 0, peak_NG, peak_NG.amax(-1, keepdim=True))  # zeros take their row's largest
@@ -135,7 +137,7 @@ def _least_error(weight_NK: Tensor, candidates: Sequence[Tensor], round_to: Roun
         for candidate_NG in candidates:
             scale = candidate_NG[part]
             off_NGS = round_to(w_NGS / scale[..., None]).mul_(scale[..., None]).sub_(w_NGS)
-            # Relative to the block's largest, or squares of small weights would vanish and those of large ones overflow.
+            # Relative to the block's own size: squares of small weights would vanish, those of large ones overflow.
             error_NG = off_NGS.div_(candidates[0][part][..., None]).square_().sum(-1)
             best_NG[part] = torch.where(error_NG < least_NG, scale, best_NG[part])
             least_NG = torch.minimum(least_NG, error_NG)

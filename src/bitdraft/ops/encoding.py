@@ -124,7 +124,8 @@ def rotate(x_RK: Tensor, block: int) -> Tensor:
         pair = x_RK.view(R, -1, 2, distance)
         x_RK = torch.stack((pair[:, :, 0] + pair[:, :, 1], pair[:, :, 0] - pair[:, :, 1]), 2).view(R, K)
         distance *= 2
-    return x_RK * block**-0.5
+    share: float = block**-0.5
+    return x_RK * share
 
 
 def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:

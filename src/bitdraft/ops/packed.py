@@ -64,7 +64,7 @@ class Packed:
             grouped = self.bits < 8 or self.scales.shape[1] > 1
             size += self.scales.numel() * (1 if not wide else 2 if grouped else 4)
         if self.channel is not None:
-            size += 4 * len(self.channel.unique())
+            size += 4 * len(set(self.channel[:, 0].tolist()))
         if self.zeros is not None:
             size += self.zeros.numel()
         return size
@@ -187,8 +187,8 @@ def fuse(parts: Sequence[Packed]) -> list[Packed]:
             raise _unlike(part, parts[0])
     if len({part.rotation for part in parts}) > 1:
         raise FormatError(
-            f"{', '.join(part.format for part in parts)}: q, k and v, and gate and up, read the same inputs, rotated in "
-            "the same blocks or not at all. Expected -had and one group size for all of them, or -had for none."
+            f"{', '.join(part.format for part in parts)}: q, k and v, and gate and up, read the same inputs, rotated "
+            "in the same blocks or not at all. Expected -had and one group size for all of them, or -had for none."
         )
     if len({part.activation for part in parts}) > 1:
         parts = [replace(part, activation="bf16") for part in parts]

@@ -174,10 +174,10 @@ def _kind(packed: Packed, codec: str, grid: str, group: int) -> PanelKind:
 def _float4_source(packed: Packed) -> PanelSource:
     """The kernels multiply by twice the value of a code, so that scales are halved."""
     K, scales, codes = packed.shape[1], packed.scales, packed.codes.contiguous()
-    if scales is not None and scales.dtype == torch.float8_e4m3fn and K == 16 * scales.shape[1]:
+    if scales is not None and scales.dtype == torch.float8_e4m3fn and 16 * scales.shape[1] == K:
         channel = None if packed.channel is None else packed.channel[:, 0]
         return PanelSource(_kind(packed, "fp4", "sym16", 16), codes, (scales.float() / 2).contiguous(), channel=channel)
-    if scales is None or scales.dtype != torch.float8_e8m0fnu or K != 32 * scales.shape[1]:
+    if scales is None or scales.dtype != torch.float8_e8m0fnu or 32 * scales.shape[1] != K:
         found = "no scales" if scales is None else f"{scales.dtype} scales {list(scales.shape)}"
         raise FormatError(
             f"{packed.format}: {found} beside float4 codes of {K} inputs. Expected float8_e8m0fnu ones for each 32 "
@@ -195,7 +195,7 @@ def _float4_source(packed: Packed) -> PanelSource:
 
 
 def _in_float16(codes: Tensor, scale_NG: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """Powers of two as float16 holds them, 2^-24 to 2^15, and a factor for each output where some do not fit as they are.
+    """Powers of two as float16 holds them, 2^-24 to 2^15, and a factor for each output where some do not fit so.
 
     Returns:
         None if those of an output are too far apart.
