@@ -35,7 +35,7 @@ GROUPED = [
 ]
 SMALL_FLOATS = ["mxfp4", "mxfp4-a8", "nvfp4", "nvfp4-a8", "mxfp8"]
 NESTED = ["w8n4a8", "w8n4a16"]
-ROTATED = ["w4a8-had", "w4a16-g64-asym-had", "w3a8-g128-had", "mxfp4-a8-had", "nvfp4-had"]
+ROTATED = ["w8a8-had", "w4a8-had", "w4a16-g64-asym-had", "w3a8-g128-had", "mxfp4-a8-had", "nvfp4-had", "w8n4a8-had"]
 GROUPED += SMALL_FLOATS + NESTED + ROTATED
 WHOLE = ["f32", "bf16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3-w", "w8a8", "w8a16"]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 64]

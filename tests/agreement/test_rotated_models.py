@@ -50,7 +50,7 @@ def logits(model: CachedModel, ids: list[int]) -> Tensor:
     return found
 
 
-@pytest.mark.parametrize("name", [MIXED, "mxfp4-had", "nvfp4-a8-had", "mxfp8", "w8n4a8"])
+@pytest.mark.parametrize("name", [MIXED, "nvfp4", "nvfp4-a8-had", "mxfp8", "w8n4a8"])
 def test_a_model_runs_in_one_call_by_operation_and_by_the_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

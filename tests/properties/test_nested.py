@@ -82,4 +82,5 @@ def test_both_views_hold_their_own_on_gaussian_weights() -> None:
 def test_only_nested_weights_have_a_nibble() -> None:
     with pytest.raises(FormatError, match=r"w4a8: no weight .* Expected w8n4a8 or w8n4a16"):
         high_nibble(get_format("w4a8").encode(weights(0)))
-    assert high_nibble(get_format("w8n4a16").encode(weights(0))).activation == "bf16"
+    view = high_nibble(get_format("w8n4a16-had").encode(weights(0)))
+    assert (view.format, view.activation, view.rotation) == ("w4a16-had", "bf16", 32)

@@ -75,6 +75,8 @@ def test_every_format_has_a_bound() -> None:
         ("w3a8-had-g128-asym", "w3a8-g128-asym-had", 128, False),
         ("mxfp4-a8-had", "mxfp4-a8-had", 32, True),
         ("nvfp4-had", "nvfp4-had", 16, True),
+        ("w8a8-had", "w8a8-had", None, True),
+        ("w8n4a8-had", "w8n4a8-had", 32, True),
     ],
 )
 def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetric: bool) -> None:
@@ -89,7 +91,7 @@ def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetr
         *("", "w4", "w5a16", "int4", "W4A16", "w4a16-", "w4a16-g16", "w4a16-g", "w4a16-sym", "w4a16-g32-g64"),
         *("w4a16-asym-asym", "w8a8-g64", "w8a16-asym", "fp8-g32", "bf16-asym", "w4a16-awq"),
         *("w4a16-h5", "w4a16-h4-h6", "w8a8-h4", "mxfp4-h6", "mxfp4-g64", "mxfp4-asym", "mxfp4-a16"),
-        *("nvfp4-had-had", "mxfp8-had", "w8a8-had", "w4a8-had-had"),
+        *("nvfp4-had-had", "mxfp8-had", "w8a8-had-had", "w4a8-had-had"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:

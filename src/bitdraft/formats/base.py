@@ -233,7 +233,7 @@ FORMATS: dict[str, Format] = {
     "stored-a8": Format("stored-a8", "stored", 0, "int8", head="stored-a8"),
 }
 """The formats by name. Integer ones below 8 bits also take a group size, zero points, a rotation and the head's width:
-`w4a16-g64-asym-had-h6`; those of 4-bit floats a rotation: `mxfp4-had`."""
+`w4a16-g64-asym-had-h6`; those of 8 bits and of 4-bit floats a rotation: `w8a8-had`."""
 
 _HEADS = {f"h{bits}": bits for bits in (8, 6, 4, 3, 2)}
 
@@ -241,7 +241,8 @@ _HEADS = {f"h{bits}": bits for bits in (8, 6, 4, 3, 2)}
 def get_format(name: str) -> Format:
     """A format by name: a key of `FORMATS`, alone or with the options that it takes.
 
-    Integer formats below 8 bits take -g32 to -g128, -asym, -had and -h2 to -h8; those of 4-bit floats take -had.
+    Integer formats below 8 bits take -g32 to -g128, -asym, -had and -h2 to -h8; those of 8 bits and of 4-bit floats
+    take -had.
 
     Raises:
         FormatError: there is no such format.
@@ -250,9 +251,11 @@ def get_format(name: str) -> Format:
         return FORMATS[name]
     base = next((known for known in sorted(FORMATS, key=len, reverse=True) if name.startswith(f"{known}-")), "")
     found, options = FORMATS.get(base), name[len(base) + 1 :].split("-")
-    if found is not None and found.kind in ("mxfp4", "nvfp4") and options == ["had"]:
+    if found is None or found.kind not in ("integer", "nested", "mxfp4", "nvfp4"):
+        raise _unknown(name)
+    if options == ["had"]:
         return replace(found, name=name, rotated=True)
-    if found is None or found.kind != "integer" or found.group_size is None:
+    if found.kind != "integer" or found.group_size is None:
         raise _unknown(name)
     groups = [int(option[1:]) for option in options if option in {f"g{g}" for g in GROUP_SIZES}]
     heads = [option for option in options if option in _HEADS]
@@ -273,6 +276,6 @@ def get_format(name: str) -> Format:
 def _unknown(name: str) -> FormatError:
     return FormatError(
         f"there is no format {name!r}. Expected one of {', '.join(FORMATS)}; integer formats below 8 bits take -g32, "
-        "-g64 or -g128, -asym, -had and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6; those of 4-bit floats "
-        "take -had. The method comes last: -awq, or -rtn for rounding to nearest."
+        "-g64 or -g128, -asym, -had and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6; those of 8 bits and of "
+        "4-bit floats take -had. The method comes last: -awq, or -rtn for rounding to nearest."
     )
