@@ -68,6 +68,21 @@ inline __m256 emulated_extractf32x8_ps(__m512 a, int half) {
   const Halves h = halves(simde_mm512_castps_si512(a));
   return _mm256_castsi256_ps(half ? h.hi : h.lo);
 }
+inline __m512 emulated_permute_ps(__m512 a, int order) {  // of each four lanes
+  float from[16], to[16];
+  __builtin_memcpy(from, &a, 64);
+  for (int i = 0; i < 16; i++) to[i] = from[i / 4 * 4 + (order >> i % 4 * 2 & 3)];
+  __builtin_memcpy(&a, to, 64);
+  return a;
+}
+inline __m512 emulated_shuffle_f32x4(__m512 a, __m512 b, int order) {  // fours: two of a, then two of b
+  float from[2][16], to[16];
+  __builtin_memcpy(from[0], &a, 64);
+  __builtin_memcpy(from[1], &b, 64);
+  for (int i = 0; i < 16; i++) to[i] = from[i / 8][(order >> i / 4 * 2 & 3) * 4 + i % 4];
+  __builtin_memcpy(&a, to, 64);
+  return a;
+}
 inline float emulated_reduce_max_ps(__m512 a) {
   float lanes[16];
   __builtin_memcpy(lanes, &a, 64);
@@ -95,5 +110,9 @@ inline int emulated_reduce_add_epi32(__m512i a) {
 #define _mm512_srai_epi32 emulated_srai_epi32
 #undef _mm512_extractf32x8_ps
 #define _mm512_extractf32x8_ps emulated_extractf32x8_ps
+#undef _mm512_permute_ps
+#define _mm512_permute_ps emulated_permute_ps
+#undef _mm512_shuffle_f32x4
+#define _mm512_shuffle_f32x4 emulated_shuffle_f32x4
 #define _mm512_reduce_max_ps emulated_reduce_max_ps
 #define _mm512_reduce_add_epi32 emulated_reduce_add_epi32

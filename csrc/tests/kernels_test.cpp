@@ -35,6 +35,8 @@ const Form FORMS[] = {
     {"int6 sym", BD_INT6, BD_GRID_SYM, 32},
     {"int6 asym 64", BD_INT6, BD_GRID_ASYM, 64},
     {"int6 k16", BD_INT6, BD_GRID_K16, 0},
+    {"fp4 sym", BD_FP4, BD_GRID_SYM, 32},
+    {"fp4 sym16", BD_FP4, BD_GRID_SYM16, 16},
 };
 
 const char *const ACTIVATIONS[] = {"f32", "bf16", "int8", "e4m3", "e5m2"};

@@ -30,7 +30,7 @@ struct Form {
   int codec, grid, group;
   bool floats() const { return codec <= BD_E5M2; }
   int bits() const { return bd::codec_bits(codec); }
-  bool packs() const { return grid == BD_GRID_NONE || grid == BD_GRID_SYM || grid == BD_GRID_ASYM; }  // through bd_pack
+  bool packs() const { return grid <= BD_GRID_ASYM || grid == BD_GRID_SYM16; }  // through bd_pack
   int64_t unit() const {  // what the number of inputs is a multiple of
     return grid == BD_GRID_NONE ? 1 : grid == BD_GRID_K || grid == BD_GRID_K16 ? 256 : group;
   }
@@ -108,6 +108,7 @@ class Weight {
     if (form.codec == BD_BF16) u = float_of_bits(code << 16);
     if (form.codec == BD_E4M3) u = small_float(code, 4, 3, false);
     if (form.codec == BD_E5M2) u = small_float(code, 5, 2, true);
+    if (form.codec == BD_FP4) u = 12 + 2 * small_float(code, 2, 1, false);
     if (form.grid != BD_GRID_NONE) grid(n, k, scale, offset);
     values_.push_back(scale * u + offset);
     magnitudes_.push_back(std::fabs(scale * u) + std::fabs(offset));
@@ -119,7 +120,10 @@ class Weight {
     const size_t at = (size_t)(n * groups + (fine ? k / 16 : k / group())), first = (size_t)(n * groups + k / 256 * 8);
     scale = half_value(scales_[at]);
     switch (form.grid) {
-      case BD_GRID_SYM: offset = form.codec == BD_INT8 ? 0 : -scale * (1 << (form.bits() - 1)); break;
+      case BD_GRID_SYM16: offset = -12 * scale; break;
+      case BD_GRID_SYM:
+        offset = form.codec == BD_INT8 ? 0 : -scale * (form.codec == BD_FP4 ? 12 : 1 << (form.bits() - 1));
+        break;
       case BD_GRID_ASYM: offset = -scale * zeros_[at]; break;
       case BD_GRID_MIN: offset = half_value(offsets_[at]); break;
       case BD_GRID_K:

@@ -56,6 +56,15 @@ void weights(bd_pool *pool) {
   const bd_weight none[] = {weight(BD_INT8, BD_GRID_ASYM, 32), weight(BD_INT5, BD_GRID_ASYM, 32),
                             weight(BD_INT2, BD_GRID_MIN, 32), weight(BD_INT2, BD_GRID_K, 0, 256),
                             weight(BD_INT4, BD_GRID_K16, 0, 256)};
+  for (int group : {0, 8, 32}) refused("a group that is not of 16", weight(BD_FP4, BD_GRID_SYM16, group));
+  refused("half a group of 16", weight(BD_FP4, BD_GRID_SYM16, 16, 40));
+  refused("integers with a scale for 16", weight(BD_INT4, BD_GRID_SYM16, 16));
+  refused("floats of 4 bits with zero points", weight(BD_FP4, BD_GRID_ASYM, 32));
+  for (int rotation : {-32, 16, 48, 128}) {  // of 64 inputs
+    bd_weight rotated = weight(BD_INT4, BD_GRID_SYM, 32);
+    rotated.rotation = rotation;
+    refused("inputs that are no whole blocks to rotate", rotated);
+  }
   for (const bd_weight &unknown : none) refused("codes with a grid that no kernel knows", unknown);
 
   bd_weight parts[4] = {good, good, good, good};
@@ -64,6 +73,9 @@ void weights(bd_pool *pool) {
   parts[2].next = nullptr;
   parts[1].activation = BD_ACT_INT8;
   refuses("parts that round their inputs in two ways", BD_E_SHAPE, linear(pool, parts));
+  parts[1] = parts[2];
+  parts[1].rotation = 32;
+  refuses("parts that rotate their inputs in two ways", BD_E_SHAPE, linear(pool, parts));
   parts[1] = parts[2];
   parts[0].inputs = 32;
   refuses("parts with different inputs", BD_E_SHAPE, linear(pool, parts));

@@ -83,6 +83,10 @@ void arithmetic() {
     each("vec_div", vec_div(x, y), [&](int i) { return a.v[i] / b.v[i]; });
     each("vec_max", vec_max(x, y), [&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
     each("vec_min", vec_min(x, y), [&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+    each("vec_swap 1", vec_swap<1>(x), [&](int i) { return a.v[i ^ 1]; });
+    each("vec_swap 2", vec_swap<2>(x), [&](int i) { return a.v[i ^ 2]; });
+    each("vec_swap 4", vec_swap<4>(x), [&](int i) { return a.v[i ^ 4]; });
+    each("vec_swap 8", vec_swap<8>(x), [&](int i) { return a.v[i ^ 8]; });
     each("vec_abs", vec_abs(x), [&](int i) { return fabsf(a.v[i]); });
     each("vec_round", vec_round(x), [&](int i) { return nearbyintf(a.v[i]); });
     each("vec_below", vec_below(x, y, z, x), [&](int i) { return a.v[i] < b.v[i] ? c.v[i] : a.v[i]; });
@@ -265,6 +269,7 @@ int code_of(int bits, const uint8_t *p, int input, int output) {
   }
   const int low = p[quad % 4 * 64 + byte] >> quad / 4 * 4 & 15;
   if (bits == 5) return low | (p[256 + byte] >> quad & 1) << 4;
+  if (bits == FP4) return 12 + (int)(2 * small_float((unsigned)low, 2, 1, false));
   if (bits == 6) return low | (p[256 + quad % 2 * 64 + byte] >> quad / 2 * 2 & 3) << 4;
   return low;
 }
@@ -299,7 +304,7 @@ template <int BITS, bool STEPS, int FROM, int TO> void dots(const uint8_t *p, co
 
 template <int BITS> void groups() {
   test::Random random(6 + BITS);
-  alignas(64) uint8_t p[BITS * 64];
+  alignas(64) uint8_t p[width_of(BITS) * 64];
   int8_t q[32 * 32];
   for (int round = 0; round < 60; round++) {
     for (auto &byte : p) byte = (uint8_t)random.bits();
@@ -309,11 +314,29 @@ template <int BITS> void groups() {
     if (round % 6 == 1) memset(p, 0xff, sizeof p);
     if (round % 6 == 2) memset(p, 0x81, sizeof p);
     if (round % 6 == 3) memset(p, 0x7f, sizeof p);
+    if (round % 6 == 4) memset(p, 0x77, sizeof p);
     if (round % 3 == 1) memset(q, 127, sizeof q);
     if (round % 3 == 2) memset(q, -127, sizeof q);
     const int rows = round % 10 ? round % 10 : 32;
     dots<BITS, false, 0, 8>(p, q, rows), dots<BITS, false, 0, 4>(p, q, rows), dots<BITS, false, 4, 8>(p, q, rows);
     dots<BITS, true, 0, 8>(p, q, rows), dots<BITS, true, 0, 4>(p, q, rows), dots<BITS, true, 4, 8>(p, q, rows);
+  }
+}
+
+/// Whole numbers, whose sums are exact: entry j of block b is the sum of x[i] * (-1)^(bits that i and j share) / root.
+void rotation(int block) {
+  test::Random random(7);
+  float x[256], y[256];
+  for (int i = 0; i < 256; i++) x[i] = y[i] = (float)(random.below(2001) - 1000);
+  rotate_row(y, 256, block);
+  for (int j = 0; j < 256; j++) {
+    int sum = 0;
+    for (int i = 0; i < block; i++) {
+      const int value = (int)x[j / block * block + i];
+      sum += __builtin_parity((unsigned)(i & j % block)) ? -value : value;
+    }
+    const float expected = (float)sum * (float)(1.0 / sqrt((double)block));
+    if (!check(same(y[j], expected), "rotate_row %d entry %d: %a. Expected %a.", block, j, y[j], expected)) return;
   }
 }
 
@@ -325,7 +348,8 @@ template <int BITS> void groups() {
   exponentials();
   shorten<16>(), shorten<20>(), shorten<21>();
   float8<20>(4, 3, 448.0f), float8<21>(5, 2, 57344.0f);
-  groups<2>(), groups<3>(), groups<4>(), groups<5>(), groups<6>(), groups<8>();
+  groups<2>(), groups<3>(), groups<4>(), groups<5>(), groups<6>(), groups<8>(), groups<FP4>();
+  for (int block : {32, 64, 128}) rotation(block);
   return test::result(BD_ISA);
 }
 

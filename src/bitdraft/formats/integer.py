@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops.encoding import pack_bits
 
-_SMALLEST, _LARGEST = 2.0**-24, 65504.0
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 65504.0
 """The range of float16 above 0: the scale of a group is brought into it."""
 
 
@@ -78,4 +78,4 @@ def _stored(scale: Tensor, bits: int) -> Tensor:
     """A scale as it is kept: float16 for groups, float32 for outputs; never 0."""
     if bits == 8:
         return torch.where(scale > 0, scale, 1.0)
-    return scale.clamp_(_SMALLEST, _LARGEST).half().float()
+    return scale.clamp_(SMALLEST_SCALE, LARGEST_SCALE).half().float()

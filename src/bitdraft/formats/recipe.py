@@ -36,7 +36,8 @@ class Recipe:
         """Read a format name with -awq, or with -rtn or nothing for rounding to nearest.
 
         Raises:
-            FormatError: an unknown format, AWQ for one that has no groups, or a method for one that rounds nothing.
+            FormatError: an unknown format, AWQ for one without groups of integers whose range is to be chosen, or a
+                method for one that rounds nothing.
         """
         base, _, method = text.rpartition("-")
         if method not in ("rtn", "awq"):
@@ -49,6 +50,11 @@ class Recipe:
             )
         if method == "rtn":
             return cls(found.name, found, "nearest")
+        if found.group_size is not None and found.kind != "integer":
+            raise FormatError(
+                f"{text!r}: AWQ chooses the range of groups of integers below 8 bits, and {found.name} chooses its "
+                "scales by their error itself. Expected such integers, as in w4a16-awq."
+            )
         if found.group_size is None:
             raise FormatError(
                 f"{text!r}: AWQ shifts error between the inputs of a group, and {found.name} has no groups. Expected "
