@@ -280,7 +280,7 @@ def _decode_fp4(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: t
     _expect(
         f"{name}.weight_scale", scale, torch.float8_e4m3fn if nv else torch.uint8, (N, K // scheme.group_size), where
     )
-    scale_NG = scale.to(torch.float32) if nv else torch.ldexp(torch.ones(()), scale.to(torch.int32) - 127)
+    scale_NG = scale.to(torch.float32) if nv else torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - 127)
     code_NGS = _E2M1[unpack_bits(codes, 4).long()].view(N, K // scheme.group_size, scheme.group_size)
     values = (code_NGS * scale_NG[..., None]).view(N, K).to(torch.bfloat16)  # at most 6 bits of fraction: exact
     whole: Tensor | None = None
