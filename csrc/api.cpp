@@ -40,7 +40,12 @@ void need_grid(const bd_weight &w) {
   const bool floats = w.codec <= BD_E5M2;
   need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
   need(bd::known_form(w.codec, w.grid), BD_E_SHAPE, "codes with scales of a kind that they never have, or without any.");
+  const bool blocks = w.rotation == 32 || w.rotation == 64 || w.rotation == 128;
+  need(!w.rotation || (blocks && w.inputs % w.rotation == 0), BD_E_SHAPE,
+       "inputs to rotate that are no whole blocks. Expected blocks of 32, 64 or 128 that divide them.");
   if (w.grid == BD_GRID_NONE) return;
+  if (w.grid == BD_GRID_SYM16)
+    return need(w.group == 16 && w.inputs % 16 == 0, BD_E_SHAPE, "groups that are not of 16 inputs or do not divide them.");
   const bool unit = w.grid == BD_GRID_K || w.grid == BD_GRID_K16;  // their groups are 256 inputs, whatever `group` says
   const bool fits = unit ? w.inputs % 256 == 0 : w.group >= 32 && w.group % 32 == 0 && w.inputs % w.group == 0;
   need(fits, BD_E_SHAPE, "a group size that is no multiple of 32 or does not divide the inputs.");
@@ -58,7 +63,7 @@ void need_weight(const bd_weight *w, const char *name) {
   for (const bd_weight *part = w; part; part = part->next) {
     if (++parts > BD_PARTS) refuse(BD_E_SHAPE, std::string(name) + ": more parts than q, k and v. Expected 3 at most.");
     need_part(*part, name);
-    if (part->inputs != w->inputs || part->activation != w->activation)
+    if (part->inputs != w->inputs || part->activation != w->activation || part->rotation != w->rotation)
       refuse(BD_E_SHAPE, std::string(name) + ": parts of other inputs, or that round them otherwise. Expected the same.");
   }
 }
@@ -154,9 +159,9 @@ int bd_pack(bd_pool *pool, bd_weight *w, uint8_t *panels, const void *codes, con
   return guarded([&] {
     w->panels = panels;
     need_part(*w, "weight");
-    need(w->grid <= BD_GRID_ASYM, BD_E_SHAPE, "scales of a kind that only GGUF has. Expected bd_pack_gguf.");
+    need(w->grid <= BD_GRID_ASYM || w->grid == BD_GRID_SYM16, BD_E_SHAPE, "scales of a kind that only GGUF has. Expected bd_pack_gguf.");
     need(codes, BD_E_POINTER, "codes: a null pointer. Expected a buffer.");
-    need(w->grid != BD_GRID_SYM || scales, BD_E_POINTER, "scales: a null pointer. Expected one for each group.");
+    need((w->grid != BD_GRID_SYM && w->grid != BD_GRID_SYM16) || scales, BD_E_POINTER, "scales: a null pointer. Expected one for each group.");
     need(w->grid != BD_GRID_ASYM || (scales && zeros), BD_E_POINTER, "zeros: a null pointer. Expected one for each group.");
     bd::pack(pool->pool, *w, panels, static_cast<const uint8_t *>(codes), scales, zeros);
   });
@@ -180,6 +185,7 @@ int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64
   return guarded([&] {
     need_weight(w, "table");
     need(!w->next, BD_E_SHAPE, "table: a weight of several parts. Expected one.");
+    need(!w->rotation, BD_E_SHAPE, "table: a weight for rotated inputs. Expected none.");
     need_floats(out, "out");
     for (int64_t i = 0; i < count; i++) need(rows[i] >= 0 && rows[i] < w->outputs, BD_E_SHAPE, "a row outside the table.");
     const bd::Layout l(*w);

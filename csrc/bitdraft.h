@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define BD_ABI 1
+#define BD_ABI 2
 #if defined(_WIN32)
 #define BD_API __declspec(dllexport)
 #else
@@ -25,20 +25,21 @@ extern "C" {
 
 enum { BD_OK = 0, BD_E_SHAPE = 1, BD_E_POINTER = 2, BD_E_MEMORY = 3, BD_E_ISA = 4 };
 
-/* How a weight's codes are stored. */
-enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD_INT5, BD_INT6, BD_INT8, BD_CODECS };
+/* How a weight's codes are stored. FP4: E2M1 floats, sign, two bits of exponent, one of fraction; u is twice the value. */
+enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD_INT5, BD_INT6, BD_INT8, BD_FP4, BD_CODECS };
 
 /* Codes of INT8 that meet 8-bit inputs are from -127 to 127, so that the sum of two products fits 16 bits.
  *
  * What stands beside the codes along K; with code u, value = scale * u + offset.
  *   NONE  nothing: value = u (times the output's own scale, if there is one)
- *   SYM   float16 scale a group; offset = -scale * 2^(bits - 1), 0 for INT8
+ *   SYM   float16 scale a group; offset = -scale * 2^(bits - 1), 0 for INT8 and FP4
  *   ASYM  float16 scale and uint8 zero point a group; offset = -scale * zero
  *   MIN   float16 scale and float16 offset a group                       (ggml's Q4_1, Q5_1)
  *   K     float16 d and m for 256 inputs, 6-bit s and t for 32: scale = d * s, offset = -m * t   (Q4_K, Q5_K)
  *   K16   float16 d for 256 inputs, int8 s for 16: scale = d * s, offset = -32 * scale           (Q6_K)
+ *   SYM16 as SYM with a scale for each 16 inputs, FP4 only
  */
-enum bd_grid { BD_GRID_NONE, BD_GRID_SYM, BD_GRID_ASYM, BD_GRID_MIN, BD_GRID_K, BD_GRID_K16, BD_GRIDS };
+enum bd_grid { BD_GRID_NONE, BD_GRID_SYM, BD_GRID_ASYM, BD_GRID_MIN, BD_GRID_K, BD_GRID_K16, BD_GRID_SYM16, BD_GRIDS };
 
 /* How an operation rounds its input rows before it multiplies. */
 enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E5M2, BD_ACTIVATIONS };
@@ -50,6 +51,7 @@ enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8 };
 enum { BD_PARTS = 3 };
 typedef struct bd_weight {
   int32_t codec, grid, activation, group; /* group: inputs that share a scale, 0 where the grid has none */
+  int32_t rotation; /* blocks of inputs that a Hadamard matrix mixes before they are rounded: 32, 64 or 128; 0 for none */
   int64_t outputs, inputs;                /* outputs: of this part alone */
   const uint8_t *panels; /* 64-byte aligned, bd_weight_bytes() long */
   const float *channel;  /* a scale for each output, [N padded to 16], or NULL */

@@ -24,8 +24,8 @@ struct Rounded {
 
 struct Kernels {
   const char *name;
-  // Rows [from, to) of x [R, K]: RMSNorm unless norm is NULL, then rounding.
-  void (*round_rows)(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &, int64_t from,
+  // Rows [from, to) of x [R, K]: RMSNorm unless norm is NULL, then rotation and rounding as a weight wants them.
+  void (*round_rows)(const float *x, int64_t K, const float *norm, float eps, const bd_weight &, const Rounded &, int64_t from,
                      int64_t to);
   // Panels [from, to) of out = x W^T + bias + residual; bias and residual may be NULL, residual may be out. Rows of out
   // and residual are `width` apart, which is more than the outputs for a part of a weight.

@@ -11,11 +11,13 @@
 //              INT2  [K / 32][2][16][4]      bit pair i of row j: quad 2 i + j
 //              INT3, INT5  the planes of INT2 or INT4, then [16][4] bytes whose bit j belongs to quad j
 //              INT6  the planes of INT4, then those of INT2 with the upper two bits
+//              FP4   as INT4
 //   grid       SYM   [G][16] float16
 //              ASYM  [G][16] float16, then [G][16] zero points
 //              MIN   [G][2][16] float16: scales, offsets
 //              K     [K / 256]{float16 d[16], m[16]; uint8 [8]{s[16], t[16]}}
 //              K16   [K / 256]{float16 d[16]; int8 [16][16]}
+//              SYM16 [K / 16][16] float16
 #pragma once
 #include "bitdraft.h"
 
@@ -29,7 +31,7 @@ constexpr int GROUP = 32;  // inputs that a kernel takes at once
 static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 static inline int codec_bits(int codec) {
-  constexpr int bits[] = {32, 16, 8, 8, 2, 3, 4, 5, 6, 8};
+  constexpr int bits[] = {32, 16, 8, 8, 2, 3, 4, 5, 6, 8, 4};
   return bits[codec];
 }
 
@@ -38,8 +40,9 @@ static inline bool known_form(int codec, int grid) {
   switch (grid) {
     case BD_GRID_NONE: return codec <= BD_E5M2 || codec == BD_INT8;
     case BD_GRID_SYM: return codec >= BD_INT2;
-    case BD_GRID_ASYM: return codec >= BD_INT2 && codec != BD_INT5 && codec != BD_INT8;
+    case BD_GRID_ASYM: return codec >= BD_INT2 && codec != BD_INT5 && codec != BD_INT8 && codec != BD_FP4;
     case BD_GRID_K16: return codec == BD_INT6;
+    case BD_GRID_SYM16: return codec == BD_FP4;
     default: return codec == BD_INT4 || codec == BD_INT5;
   }
 }
@@ -54,7 +57,7 @@ struct Layout {
     inputs = round_up(K, GROUP);
     const int64_t groups = group ? inputs / group : 0;
     zeros_at = codes_at = 0;
-    if (grid == BD_GRID_SYM) codes_at = groups * 32;
+    if (grid == BD_GRID_SYM || grid == BD_GRID_SYM16) codes_at = groups * 32;
     if (grid == BD_GRID_ASYM) zeros_at = round_up(groups * 32, 64), codes_at = zeros_at + groups * 16;
     if (grid == BD_GRID_MIN) codes_at = groups * 64;
     if (grid == BD_GRID_K) codes_at = inputs / 256 * 320;

@@ -22,11 +22,12 @@ int64_t panel_chunk(int64_t count, int threads) {
   return chunk < 1 ? 1 : chunk;
 }
 
-Rounded round_inputs(Team &team, Rounded room, const float *x, int64_t rows, int64_t K, const float *norm, float eps,
-                     int activation) {
+Rounded round_inputs(Team &team, Rounded room, const float *x, int64_t rows, const float *norm, float eps,
+                     const bd_weight &w) {
+  const int64_t K = w.inputs;
   room.rows = rows;
   room.inputs = round_up(K, GROUP);
-  team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().round_rows(x, K, norm, eps, activation, room, from, to); });
+  team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().round_rows(x, K, norm, eps, w, room, from, to); });
   return room;
 }
 
@@ -54,7 +55,7 @@ void multiply(Team &team, const Rounded &rounded, const bd_weight &w, const floa
 
 void norm_linear(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
                  const bd_weight &w, const float *bias, const float *residual, float *out) {
-  const Rounded rounded = round_inputs(team, room, x, rows, w.inputs, norm, eps, w.activation);
+  const Rounded rounded = round_inputs(team, room, x, rows, norm, eps, w);
   multiply(team, rounded, w, bias, residual, out);
 }
 
@@ -62,7 +63,7 @@ bool needs_pair(const bd_weight &gate_up) { return gate_up.next || gate_up.outpu
 
 void gated_inputs(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
                   const bd_weight &w, float *gate_up_rows, float *out) {
-  const Rounded rounded = round_inputs(team, room, x, rows, w.inputs, norm, eps, w.activation);
+  const Rounded rounded = round_inputs(team, room, x, rows, norm, eps, w);
   const int64_t M = outputs_of(w) / 2;
   if (!needs_pair(w)) {
     const Layout l(w);

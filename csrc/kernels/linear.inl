@@ -10,16 +10,19 @@ constexpr int FLOAT_PANELS = 8;   // panels that share such a stretch while it i
 constexpr int DECODED = 256;      // inputs of a panel that are decoded at a time: 16 KB, half of a small L1 cache
 constexpr int AHEAD = 3072;       // bytes: how far ahead of the codes memory is asked for
 
+/// Whether there is a scale for each 16 inputs.
+constexpr bool halved(int grid) { return grid == BD_GRID_K16 || grid == BD_GRID_SYM16; }
+
 /// Scale and offset of a panel's group of 32 inputs, `half` 0 or 1 where there is one for 16.
 template <int GRID> struct Grid {
   const uint8_t *panel;
   int64_t zeros_at;
   int per;           // groups of 32 inputs that share a scale
-  float center;      // the code that stands for 0 in SYM
+  float center;      // the code that stands for 0 in SYM and SYM16
 
   Grid(const bd_weight &w, const Layout &l, const uint8_t *at)
-      : panel(at), zeros_at(l.zeros_at), per(w.group ? w.group / 32 : 1),
-        center(w.codec == BD_INT8 ? 0.0f : (float)(1 << (bd::codec_bits(w.codec) - 1))) {}
+      : panel(at), zeros_at(l.zeros_at), per(w.group > 32 ? w.group / 32 : 1),
+        center(w.codec == BD_INT8 ? 0.0f : w.codec == BD_FP4 ? 12.0f : (float)(1 << (bd::codec_bits(w.codec) - 1))) {}
 
   inline void at(int64_t group, int half, Vec &scale, Vec &offset) const {
     const int64_t g = group / per;
@@ -28,6 +31,9 @@ template <int GRID> struct Grid {
       offset = vec_zero();
     } else if constexpr (GRID == BD_GRID_SYM) {
       scale = half_load((const uint16_t *)(panel + g * 32));
+      offset = vec_mul(scale, vec_set(-center));
+    } else if constexpr (GRID == BD_GRID_SYM16) {
+      scale = half_load((const uint16_t *)(panel + (group * 2 + half) * 32));
       offset = vec_mul(scale, vec_set(-center));
     } else if constexpr (GRID == BD_GRID_ASYM) {
       scale = half_load((const uint16_t *)(panel + g * 32));
@@ -56,13 +62,13 @@ inline void int_groups(const bd_weight &w, const Layout &l, const uint8_t *panel
   const int rows = ROWS ? ROWS : count;
   const Grid<GRID> grid(w, l, panel);
   const uint8_t *codes = panel + l.codes_at;
-  constexpr int bytes = 64 * BITS;
+  constexpr int bytes = 64 * width_of(BITS);
   Vec scale, offset;
   for (int64_t g = 0; g < groups; g++, codes += bytes) {
 #pragma GCC unroll 8
     for (int line = 0; line < bytes; line += 64) prefetch(codes + AHEAD + line);
     grid.at(g, 0, scale, offset);
-    if constexpr (GRID == BD_GRID_K16) {
+    if constexpr (halved(GRID)) {
       float both[2][bd::ROW_BLOCK];
       for (int m = 0; m < rows; m++)
         for (int half = 0; half < 2; half++) both[half][m] = half_sums[(g * rows + m) * 2 + half];
@@ -165,12 +171,12 @@ void decode_groups(const bd_weight &w, const Layout &l, const uint8_t *panel, in
   const Grid<GRID> grid(w, l, panel);
   for (int64_t g = k / 32; g < (k + inputs) / 32; g++) {
     const uint8_t *at = panel + l.codes_at + g * l.group_bytes;
-    for (int line = 0; line < 64 * BITS; line += 64) prefetch(at + AHEAD + line);
+    for (int line = 0; line < 64 * width_of(BITS); line += 64) prefetch(at + AHEAD + line);
     const Codes<BITS> codes(at);
     Vec scale, offset;
     grid.at(g, 0, scale, offset);
     for (int quad = 0; quad < 8; quad++, out += 64) {
-      if (GRID == BD_GRID_K16 && quad == 4) grid.at(g, 1, scale, offset);
+      if (halved(GRID) && quad == 4) grid.at(g, 1, scale, offset);
       vec_store(out, vec_fma(int_to_vec(codes.template input<0>(quad)), scale, offset));
       vec_store(out + 16, vec_fma(int_to_vec(codes.template input<1>(quad)), scale, offset));
       vec_store(out + 32, vec_fma(int_to_vec(codes.template input<2>(quad)), scale, offset));
@@ -210,6 +216,8 @@ Form form_of(const bd_weight &w) {
     BD_INTEGERS(5, SYM) BD_INTEGERS(5, MIN) BD_INTEGERS(5, K)
     BD_INTEGERS(6, SYM) BD_INTEGERS(6, ASYM) BD_INTEGERS(6, K16)
     BD_INTEGERS(8, NONE) BD_INTEGERS(8, SYM)
+    case BD_FP4 * (int)BD_GRIDS + (int)BD_GRID_SYM: return integers<FP4, BD_GRID_SYM>();
+    case BD_FP4 * (int)BD_GRIDS + (int)BD_GRID_SYM16: return integers<FP4, BD_GRID_SYM16>();
 #undef BD_FLOATS
 #undef BD_INTEGERS
   }

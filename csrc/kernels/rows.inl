@@ -47,16 +47,49 @@ void store_codes(const Rounded &out, int64_t row, float scale) {
   }
 }
 
-void round_row(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &out, int64_t row) {
-  float *y = out.values + row * out.inputs;
+/// Sums and differences of lanes DISTANCE apart: the lower lane of a pair gets the sum.
+template <int DISTANCE> inline Vec butterfly(Vec a) {
+  float sign[16];
+  for (int i = 0; i < 16; i++) sign[i] = i & DISTANCE ? -1.0f : 1.0f;
+  return vec_fma(vec_load(sign), a, vec_swap<DISTANCE>(a));
+}
+
+/// Multiply blocks of inputs by Sylvester's Hadamard matrix over its root, in the order that ops.encoding.rotate says.
+void rotate_row(float *y, int64_t inputs, int block) {
+  const Vec share = vec_set((float)(1.0 / sqrt((double)block)));
+  for (float *at = y; at < y + inputs; at += block) {
+    for (int i = 0; i < block; i += 16)
+      vec_store(at + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(vec_load(at + i))))));
+    for (int distance = 16; distance < block; distance *= 2)
+      for (int i = 0; i < block; i += 2 * distance)
+        for (int j = i; j < i + distance; j += 16) {
+          const Vec a = vec_load(at + j), b = vec_load(at + j + distance);
+          vec_store(at + j, vec_add(a, b));
+          vec_store(at + j + distance, vec_sub(a, b));
+        }
+    for (int i = 0; i < block; i += 16) vec_store(at + i, vec_mul(vec_load(at + i), share));
+  }
+}
+
+void normalise(const float *x, int64_t K, const float *norm, float eps, int64_t padded, float *y) {
   const Vec r = vec_set(norm ? inverse_rms(x, K, eps) : 1.0f);
-  Vec largest = vec_zero();
-  for (int64_t k = 0; k < out.inputs; k += 16) {
+  for (int64_t k = 0; k < padded; k += 16) {
     Vec v = k < K ? load_padded(x, k, K) : vec_zero();
     if (norm && k < K) v = vec_mul(vec_mul(v, r), load_padded(norm, k, K));
-    if (activation == BD_ACT_BF16) v = vec_shorten<16>(v);
-    largest = vec_max(largest, vec_abs(v));
     vec_store(y + k, v);
+  }
+}
+
+void round_row(const float *x, int64_t K, const float *norm, float eps, const bd_weight &w, const Rounded &out, int64_t row) {
+  float *y = out.values + row * out.inputs;
+  normalise(x, K, norm, eps, out.inputs, y);
+  if (w.rotation) rotate_row(y, K, w.rotation);
+  const int activation = w.activation;
+  Vec largest = vec_zero();
+  for (int64_t k = 0; k < out.inputs; k += 16) {
+    Vec v = vec_load(y + k);
+    if (activation == BD_ACT_BF16) vec_store(y + k, v = vec_shorten<16>(v));
+    largest = vec_max(largest, vec_abs(v));
   }
   out.scale[row] = 1.0f;
   if (activation == BD_ACT_F32 || activation == BD_ACT_BF16) return;
@@ -71,9 +104,9 @@ void round_row(const float *x, int64_t K, const float *norm, float eps, int acti
   }
 }
 
-void round_rows(const float *x, int64_t K, const float *norm, float eps, int activation, const Rounded &out, int64_t from,
+void round_rows(const float *x, int64_t K, const float *norm, float eps, const bd_weight &w, const Rounded &out, int64_t from,
                 int64_t to) {
-  for (int64_t row = from; row < to; row++) round_row(x + row * K, K, norm, eps, activation, out, row);
+  for (int64_t row = from; row < to; row++) round_row(x + row * K, K, norm, eps, w, out, row);
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "codes.h"
+
 namespace {
 
 constexpr int VEC_REGISTERS = 8;  // vectors that the registers hold
@@ -29,6 +31,12 @@ inline Vec vec_div(Vec a, Vec b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div
 inline Vec vec_fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
 inline Vec vec_max(Vec a, Vec b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
 inline Vec vec_min(Vec a, Vec b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+template <int DISTANCE> inline Vec vec_swap(Vec a) {
+  if constexpr (DISTANCE == 1) return {_mm256_permute_ps(a.lo, 0xb1), _mm256_permute_ps(a.hi, 0xb1)};
+  else if constexpr (DISTANCE == 2) return {_mm256_permute_ps(a.lo, 0x4e), _mm256_permute_ps(a.hi, 0x4e)};
+  else if constexpr (DISTANCE == 4) return {_mm256_permute2f128_ps(a.lo, a.lo, 1), _mm256_permute2f128_ps(a.hi, a.hi, 1)};
+  else return {a.hi, a.lo};
+}
 inline Vec vec_abs(Vec a) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
@@ -108,7 +116,7 @@ inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0)
 
 /// The codes of eight outputs for one group of 32 inputs as unsigned bytes: eight quads of inputs, [output][4] each.
 template <int BITS> inline void unpack(const uint8_t *p, __m256i u[8]) {
-  if constexpr (BITS == 4 || BITS == 5 || BITS == 6) {
+  if constexpr (width_of(BITS) >= 4) {
     const __m256i nibble = _mm256_set1_epi8(15);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
@@ -126,6 +134,11 @@ template <int BITS> inline void unpack(const uint8_t *p, __m256i u[8]) {
       u[j + 4] = _mm256_and_si256(_mm256_srli_epi16(v, 4), two);
       u[j + 6] = _mm256_and_si256(_mm256_srli_epi16(v, 6), two);
     }
+  }
+  if constexpr (BITS == FP4) {
+    const __m256i table = _mm256_broadcastsi128_si256(load16(FP4_TABLE));
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) u[j] = _mm256_shuffle_epi8(table, u[j]);
   }
   if constexpr (BITS == 3 || BITS == 5) {  // one more bit: bit j of a byte belongs to quad j
     const int place = BITS - 1;
@@ -156,9 +169,9 @@ inline __m256i quad(const int8_t *q) {
 }
 
 /// Dots of eight outputs with 4 (TO - FROM) inputs. Products of unsigned codes with int8 are added up in 16 bits for as
-/// long as 2 * 127 * (2^BITS - 1) * terms < 2^15, and no longer.
+/// long as 2 * 127 * (2^BITS - 1) * terms < 2^15, and no longer; codes of FP4 reach 24.
 template <int BITS, int FROM, int TO> inline __m256i dot_unsigned(const __m256i u[8], const int8_t *q) {
-  constexpr int terms = BITS <= 4 ? TO - FROM : BITS == 5 ? 4 : 2;
+  constexpr int terms = BITS <= 4 ? TO - FROM : BITS == 5 || BITS == FP4 ? 4 : 2;
   const __m256i one = _mm256_set1_epi16(1);
   __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 4

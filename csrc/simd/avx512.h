@@ -12,6 +12,8 @@
 #endif
 #include <stdint.h>
 
+#include "codes.h"
+
 namespace {
 
 constexpr int VEC_REGISTERS = 32;  // vectors that the registers hold
@@ -30,6 +32,12 @@ inline Vec vec_div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec vec_fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec vec_max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 inline Vec vec_min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+template <int DISTANCE> inline Vec vec_swap(Vec a) {
+  if constexpr (DISTANCE == 1) return _mm512_permute_ps(a, 0xb1);
+  else if constexpr (DISTANCE == 2) return _mm512_permute_ps(a, 0x4e);
+  else if constexpr (DISTANCE == 4) return _mm512_shuffle_f32x4(a, a, 0xb1);
+  else return _mm512_shuffle_f32x4(a, a, 0x4e);
+}
 inline Vec vec_abs(Vec a) { return _mm512_andnot_ps(_mm512_set1_ps(-0.0f), a); }
 inline Vec vec_round(Vec a) { return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
@@ -87,9 +95,10 @@ template <int FROM, int COUNT, int TO> inline Int bits_of(const uint8_t *p) {
 /// The codes of a quad of inputs as bytes, [output][4]: unsigned but for 8 bits.
 template <int BITS, int QUAD> inline Int unpack_quad(const uint8_t *p) {
   if constexpr (BITS == 8) return int_load(p + QUAD * 64);
-  constexpr int low = BITS < 4 ? 2 : 4;  // bits in the plane that comes first
+  constexpr int low = width_of(BITS) < 4 ? 2 : 4;  // bits in the plane that comes first
   const Int u = bits_of<QUAD / low * low, low, 0>(p + QUAD % low * 64);
-  if constexpr (BITS == low + 1) return int_or(u, bits_of<QUAD, 1, low>(p + low * 64));
+  if constexpr (BITS == FP4) return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(load16(FP4_TABLE)), u);
+  else if constexpr (BITS == low + 1) return int_or(u, bits_of<QUAD, 1, low>(p + low * 64));
   else if constexpr (BITS == low + 2) return int_or(u, bits_of<QUAD / 2 * 2, 2, low>(p + low * 64 + QUAD % 2 * 64));
   else return u;
 }

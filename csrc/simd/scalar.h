@@ -4,6 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "codes.h"
+
 namespace {
 
 constexpr int VEC_REGISTERS = 8;  // vectors that the registers hold
@@ -30,6 +32,8 @@ inline Vec vec_div(Vec a, Vec b) { BD_EACH(a.v[i] /= b.v[i]) return a; }
 inline Vec vec_fma(Vec a, Vec b, Vec c) { BD_EACH(c.v[i] += a.v[i] * b.v[i]) return c; }  // rounds twice
 inline Vec vec_max(Vec a, Vec b) { BD_EACH(a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]) return a; }
 inline Vec vec_min(Vec a, Vec b) { BD_EACH(a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]) return a; }
+/// Lane i comes from lane i ^ DISTANCE: 1, 2, 4 or 8.
+template <int DISTANCE> inline Vec vec_swap(Vec a) { Vec r; BD_EACH(r.v[i] = a.v[i ^ DISTANCE]) return r; }
 inline Vec vec_abs(Vec a) { BD_EACH(a.v[i] = fabsf(a.v[i])) return a; }
 inline Vec vec_round(Vec a) { BD_EACH(a.v[i] = nearbyintf(a.v[i])) return a; }
 
@@ -100,12 +104,12 @@ template <int BITS> struct Codes {
       for (int byte = 0; byte < 64; byte++) {
         uint8_t code;
         if (BITS == 8) code = p[quad * 64 + byte];
-        else if (BITS == 4 || BITS == 5 || BITS == 6) code = p[(quad & 3) * 64 + byte] >> (quad >> 2) * 4 & 15;
+        else if (width_of(BITS) >= 4) code = p[(quad & 3) * 64 + byte] >> (quad >> 2) * 4 & 15;
         else code = p[(quad & 1) * 64 + byte] >> (quad >> 1) * 2 & 3;
         if (BITS == 3) code |= (p[128 + byte] >> quad & 1) << 2;
         if (BITS == 5) code |= (p[256 + byte] >> quad & 1) << 4;
         if (BITS == 6) code |= (p[256 + (quad & 1) * 64 + byte] >> (quad >> 1) * 2 & 3) << 4;
-        u[quad][byte / 4][byte % 4] = code;
+        u[quad][byte / 4][byte % 4] = BITS == FP4 ? FP4_TABLE[code] : code;
       }
   }
 

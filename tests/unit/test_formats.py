@@ -10,13 +10,14 @@ from safetensors.torch import save
 from bitdraft.errors import FormatError
 from bitdraft.formats import FORMATS, Recipe, get_format
 from bitdraft.formats.resolution import resolution_report
-from bitdraft.ops.packed import concatenate
+from bitdraft.ops.packed import concatenate, fuse
 
 ERRORS = {
     # name: relative error of W x on Gaussian weights and inputs, largest of K = 128 to 4096 and ten seeds, with a tenth
     # of room. A uniform error of one step has a standard deviation of step / sqrt(12).
     "f32": (0.0, "nothing is rounded"),
     "bf16": (0.0027, "8 significant bits: 2^-9 at most, 0.0017 in the mean square; inputs and weights add up"),
+    "fp8": (0.042, "E4M3's: Gaussian rows have no outliers that would need E5M2"),
     "fp8_e4m3": (0.042, "4 significant bits: 16 times bf16's"),
     "fp8_e5m2": (0.084, "3 significant bits: twice E4M3's"),
     "fp8_e4m3-w": (0.030, "E4M3's, of the weights alone"),
@@ -36,6 +37,13 @@ ERRORS = {
     "w2a16": (0.740, "three codes are used: -largest, 0, largest"),
     "w2a8": (0.740, "three codes are used"),
     "w2a16-asym": (0.450, "four codes are used"),
+    "mxfp4": (0.123, "two significant bits, steps of half to a third; scales an octave apart cost a tenth"),
+    "mxfp4-a8": (0.123, "int8's of the inputs is small beside it"),
+    "nvfp4": (0.095, "the same elements, whose largest in 16 comes to lie where the scale has least error"),
+    "nvfp4-a8": (0.095, "int8's of the inputs is small beside it"),
+    "mxfp8": (0.030, "E4M3's, of the weights alone"),
+    "mxfp4-had": (0.123, "a rotation leaves Gaussian numbers Gaussian"),
+    "w4a8-had": (0.108, "likewise"),
 }
 
 ROUNDING = [name for name, form in FORMATS.items() if form.kind != "stored"]
@@ -60,7 +68,10 @@ def test_every_format_has_a_bound() -> None:
         ("w4a8-g128-asym", "w4a8-g128-asym", 128, False),
         ("w3a16-asym", "w3a16-asym", 32, False),
         ("w6a8-asym-g64", "w6a8-g64-asym", 64, False),
-        ("fp8", "fp8_e4m3", None, True),
+        ("w4a8-had", "w4a8-had", 32, True),
+        ("w3a8-had-g128-asym", "w3a8-g128-asym-had", 128, False),
+        ("mxfp4-a8-had", "mxfp4-a8-had", 32, True),
+        ("nvfp4-had", "nvfp4-had", 16, True),
     ],
 )
 def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetric: bool) -> None:
@@ -74,6 +85,7 @@ def test_options_of_a_name(name: str, canonical: str, group: int | None, symmetr
     [
         *("", "w4", "w5a16", "int4", "W4A16", "w4a16-", "w4a16-g16", "w4a16-g", "w4a16-sym", "w4a16-g32-g64"),
         *("w4a16-asym-asym", "w8a8-g64", "w8a16-asym", "fp8-g32", "bf16-asym", "w4a16-awq"),
+        *("mxfp4-g64", "mxfp4-asym", "mxfp4-a16", "nvfp4-had-had", "mxfp8-had", "w8a8-had", "w4a8-had-had"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:
@@ -90,7 +102,9 @@ def test_an_unknown_name_is_refused_with_what_there_is(name: str) -> None:
         ("w4a16-rtn", "w4a16", "w4a16", "nearest"),
         ("w4a8-g128", "w4a8-g128", "w4a8-g128", "nearest"),
         ("fp8_e4m3-w", "fp8_e4m3-w", "fp8_e4m3-w", "nearest"),
-        ("fp8-rtn", "fp8_e4m3", "fp8_e4m3", "nearest"),
+        ("fp8-rtn", "fp8", "fp8", "nearest"),
+        ("w4a8-had-awq", "w4a8-had-awq", "w4a8-had", "awq"),
+        ("mxfp4-rtn", "mxfp4", "mxfp4", "nearest"),
     ],
 )
 def test_a_recipe_is_a_format_and_a_method(text: str, name: str, form: str, method: str) -> None:
@@ -108,6 +122,12 @@ def test_an_unknown_recipe_is_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["bf16-awq", "w8a8-awq", "fp8-awq"])
 def test_awq_needs_groups(text: str) -> None:
     with pytest.raises(FormatError, match=r"has no groups.*w4a16-awq"):
+        Recipe.parse(text)
+
+
+@pytest.mark.parametrize("text", ["mxfp4-awq", "nvfp4-a8-had-awq"])
+def test_awq_needs_integers(text: str) -> None:
+    with pytest.raises(FormatError, match=r"has floats.*w4a16-awq"):
         Recipe.parse(text)
 
 
@@ -136,6 +156,9 @@ def test_a_group_that_does_not_divide_is_refused_with_what_would() -> None:
     with pytest.raises(FormatError, match="48 inputs"):
         get_format("w4a16").encode(torch.zeros(8, 48))
     get_format("w8a8").check("mlp.up", (8, 48))
+    get_format("nvfp4").check("mlp.up", (8, 48))
+    with pytest.raises(FormatError, match="48 inputs do not divide into blocks of 32 to rotate.*leave -had away"):
+        get_format("nvfp4-had").check("mlp.up", (8, 48))
 
 
 @pytest.mark.parametrize("name", [*ROUNDING, "w4a16-g128", "w4a16-g64-asym", "w3a8-asym"])
@@ -146,24 +169,33 @@ def test_size_is_that_of_a_file(name: str, K: int) -> None:
     packed = form.encode(torch.randn(6, K, generator=torch.Generator().manual_seed(0)))
     tensors = {"codes": packed.codes}
     if packed.scales is not None:
-        tensors["scales"] = packed.scales.half() if form.group_size else packed.scales
-        assert torch.equal(tensors["scales"].float(), packed.scales)
+        integers = form.group_size and form.kind == "integer"
+        tensors["scales"] = packed.scales.half() if integers else packed.scales
+        assert torch.equal(tensors["scales"].float(), packed.scales.float())
+    if packed.channel is not None:
+        tensors["scale of the tensor"] = packed.channel[:1, 0]
     if packed.zeros is not None:
         tensors["zeros"] = packed.zeros
     file = io.BytesIO(save({key: tensor.contiguous() for key, tensor in tensors.items()}))
     header = int.from_bytes(file.read(8), "little")
     assert packed.nbytes == len(file.getvalue()) - 8 - header
-    row_scales = 0 if packed.scales is None or form.group_size else 4 * 6
-    assert packed.nbytes == form.bits_per_weight * 6 * K / 8 + row_scales
+    others = 4 if packed.channel is not None else 0 if packed.scales is None or form.group_size else 4 * 6
+    assert packed.nbytes == form.bits_per_weight * 6 * K / 8 + others
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "w4a16-g128-asym"])
+@pytest.mark.parametrize("name", [*FORMATS, "w4a16-g128-asym", "nvfp4-had"])
 def test_fused_rows_are_the_rows(name: str) -> None:
     form = get_format(name)
     parts = [torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (4, 2, 2)]
     fused = concatenate([form.encode(part) for part in parts])
     assert fused.shape == (8, 256)
     assert torch.equal(form.decode(fused), torch.cat([form.round(part) for part in parts]))
+
+
+def test_rows_that_read_rotated_inputs_do_not_fuse_with_others() -> None:
+    parts = [get_format(name).encode(torch.zeros(4, 64)) for name in ("w4a8-had", "w4a8")]
+    with pytest.raises(FormatError, match="w4a8-had, w4a8: .* read the same inputs.* -had for none"):
+        fuse(parts)
 
 
 def test_heads_of_narrow_formats_stay_at_eight_bits_and_round_inputs_alike() -> None:

@@ -37,5 +37,5 @@ def formats(as_json: Json = False) -> None:
         f = get_format(name)
         bits = "as stored" if f.bits_per_weight is None else f"{f.bits_per_weight:.2f}"
         group = "as stored" if f.kind == "stored" else str(f.group_size or "channel")
-        rows.append((name, bits, f.activation, group, f.head))
-    print_table("formats", ("format", "bits a weight", "activations", "group", "head"), rows, as_json)
+        rows.append((name, bits, f.weights, f.activation, group, f.head))
+    print_table("formats", ("format", "bits a weight", "weights", "activations", "group", "head"), rows, as_json)

@@ -36,7 +36,7 @@ class Recipe:
         """Read a format name with -awq, or with -rtn or nothing for rounding to nearest.
 
         Raises:
-            FormatError: an unknown format, AWQ for one that has no groups, or a method for one that rounds nothing.
+            FormatError: an unknown format, AWQ for one that has no groups of integers, or a method for one that rounds nothing.
         """
         base, _, method = text.rpartition("-")
         if method not in ("rtn", "awq"):
@@ -49,6 +49,11 @@ class Recipe:
             )
         if method == "rtn":
             return cls(found.name, found, "nearest")
+        if found.group_size is not None and found.kind != "integer":
+            raise FormatError(
+                f"{text!r}: AWQ chooses the range of integer groups, and {found.name} has floats, whose scales are "
+                "chosen by their error already. Expected an integer format below 8 bits, such as w4a16-awq."
+            )
         if found.group_size is None:
             raise FormatError(
                 f"{text!r}: AWQ shifts error between the inputs of a group, and {found.name} has no groups. Expected "

@@ -6,6 +6,8 @@ The rounding errors of single products are independent and centred, so the error
 root of the dimension. So does the sum itself: the relative error stays that of a single product. It grows with the
 dimension only where the step does, in formats with one scale for a whole row, whose largest element grows like
 sqrt(2 ln K) in Gaussian rows. A group's step does not know how long its row is.
+
+A rotation does not change Gaussian numbers' law: what it does about outliers shows on real weights and inputs only.
 """
 
 from collections.abc import Sequence
@@ -15,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.encoding import round_activations
 from .base import get_format
 
 _ROWS = 16
@@ -65,7 +66,7 @@ def resolution_report(
         exact_RN = x_RK @ weight_NK.T
         for name in format_names:
             form = get_format(name)
-            weight, x = form.round(weight_NK), round_activations(x_RK, form.activation)
+            weight, x = form.round(weight_NK), form.round_inputs(x_RK)
             errors = _relative(weight, weight_NK), _relative(x, x_RK), _relative(x @ weight.T, exact_RN)
             found.append(Resolution(form.name, K, *errors))
     return found

@@ -49,14 +49,14 @@ def prepare(*parts: Packed) -> Prepared:
     """Bring a weight into the backend's own layout; done once, at load.
 
     Args:
-        parts: the weight, or up to three that are fused: their rows in order, [N, K] each with one K and one
-            activation.
+        parts: the weight, or up to three that are fused: their rows in order, [N, K] each with one K, one
+            activation and one rotation.
 
     Raises:
         ShapeError: parts that do not read the same inputs.
     """
-    kinds = {(part.shape[1], part.activation) for part in parts}
-    check(len(kinds) == 1, "prepare", f"parts of (inputs, activation) {sorted(kinds)}", "one of each")
+    kinds = {(part.shape[1], part.activation, part.rotation or 0) for part in parts}
+    check(len(kinds) == 1, "prepare", f"parts of (inputs, activation, rotation) {sorted(kinds)}", "one of each")
     check(len(parts) <= 3, "prepare", f"{len(parts)} parts", "3 at most")
     return _version("prepare")(*parts)  # type: ignore[no-any-return]
 
@@ -71,6 +71,7 @@ def embed(ids_R: Tensor, table: Prepared) -> Tensor:
     Returns:
         [R, D] float32.
     """
+    check(table.rotation is None, "embed", "a table with a rotation, which is for inputs that are multiplied", "none")
     check(
         ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]"
     )

@@ -6,12 +6,13 @@ Kept apart from `native.py`, which says what is done with it. `VERSION` is compa
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
-VERSION = 1
+VERSION = 2
 
 CODECS = {
-    name: i for i, name in enumerate(("f32", "bf16", "e4m3", "e5m2", "int2", "int3", "int4", "int5", "int6", "int8"))
+    name: i
+    for i, name in enumerate(("f32", "bf16", "e4m3", "e5m2", "int2", "int3", "int4", "int5", "int6", "int8", "fp4"))
 }
-GRIDS = {name: i for i, name in enumerate(("none", "sym", "asym", "min", "k", "k16"))}
+GRIDS = {name: i for i, name in enumerate(("none", "sym", "asym", "min", "k", "k16", "sym16"))}
 ACTIVATIONS = {name: i for i, name in enumerate(("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"))}
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
@@ -25,6 +26,7 @@ Weight._fields_ = (
     ("grid", c_int32),
     ("activation", c_int32),
     ("group", c_int32),
+    ("rotation", c_int32),
     ("outputs", c_int64),
     ("inputs", c_int64),
     ("panels", c_void_p),

@@ -16,6 +16,11 @@ FLOAT8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """The 8-bit floats by the name that formats and activations use (Micikevicius et al., 2209.05433)."""
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+"""The values of the 4-bit float by code: a sign, two bits of exponent, one of fraction (OCP Microscaling Formats
+Specification v1.0, section 5.3.3)."""
+
+
 def pack_bits(codes_NK: Tensor, bits: int) -> Tensor:
     """Pack codes below 8 bits along K: a dense little-endian bit stream per row.
 
@@ -66,7 +71,7 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """The values that a packed weight stands for, [N, K] float32."""
+    """The values that a packed weight multiplies by, [N, K] float32: of a rotated one, those of W H."""
     N, K = packed.shape
     if packed.blocks is not None:
         return torch.from_numpy(dequantise(packed.codes.numpy().reshape(-1), packed.blocks)).view(N, K)
@@ -74,21 +79,52 @@ def dequantize(packed: Packed) -> Tensor:
         return packed.codes.to(torch.float32)
     code_NK = packed.codes
     zero: Tensor | float = 0.0
-    if code_NK.dtype == torch.uint8:
+    if packed.element == "e2m1":
+        code_NK = E2M1[unpack_bits(code_NK, 4).int()]
+    elif code_NK.dtype == torch.uint8:
         code_NK = unpack_bits(code_NK, packed.bits)
         zero = 2.0 ** (packed.bits - 1) if packed.zeros is None else packed.zeros.float()[..., None]
     G = packed.scales.shape[1]
-    value_NGS = code_NK.to(torch.float32).view(N, G, K // G).sub_(zero).mul_(packed.scales[..., None])
-    return value_NGS.view(N, K)
+    code_NGS = code_NK.to(torch.float32).view(N, G, K // G)
+    value_NK = code_NGS.sub_(zero).mul_(packed.scales.float()[..., None]).view(N, K)
+    return value_NK if packed.channel is None else value_NK.mul_(packed.channel)
 
 
 def is_finite(packed: Packed) -> bool:
     """Whether every value that a packed weight stands for is a number; looks at no more than it must."""
     if packed.blocks is not None:
         return finite(packed.codes.numpy(), packed.blocks)
-    floats = [t for t in (packed.codes, packed.scales) if t is not None and t.is_floating_point()]
+    floats = [t for t in (packed.codes, packed.scales, packed.channel) if t is not None and t.is_floating_point()]
     # The sum of finite values is finite and costs a tenth of looking at each of them.
     return all(math.isfinite(float(t.float().sum())) or bool(t.float().isfinite().all()) for t in floats)
+
+
+def rotate(x_RK: Tensor, block: int) -> Tensor:
+    """Multiply every block of inputs by the Hadamard matrix of that size over its root: x H with H = H^T = H^-1.
+
+    Mixes an outlier into all inputs of its block, which rounds more evenly (QuaRot, Ashkboos et al., 2404.00456; in
+    blocks as small as the scales', Egiazarian et al., 2509.23202). Sylvester's matrix, as a fast Walsh-Hadamard
+    transform: sums and differences at distances 1, 2, 4, ..., in that order, then one product, all in FP32.
+
+    Args:
+        x_RK: [R, K] float32: inputs, or the rows of a weight.
+        block: inputs of a block, a power of two that divides K.
+
+    Returns:
+        [R, K] float32.
+
+    Raises:
+        ShapeError: the blocks do not fit.
+    """
+    R, K = x_RK.shape
+    if block < 1 or block & (block - 1) or K % block:
+        raise ShapeError(f"rotate: {K} inputs in blocks of {block}. Expected a power of two that divides them.")
+    distance = 1
+    while distance < block:
+        pair = x_RK.view(R, -1, 2, distance)
+        x_RK = torch.stack((pair[:, :, 0] + pair[:, :, 1], pair[:, :, 0] - pair[:, :, 1]), 2).view(R, K)
+        distance *= 2
+    return x_RK * block**-0.5
 
 
 def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:

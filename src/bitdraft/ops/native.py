@@ -30,7 +30,7 @@ from .checks import check, check_kv
 from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
 from .packed import Layer, Packed, Stack
-from .panels import PanelKind, Panels, PanelWeight, panel_kind
+from .panels import PanelKind, Panels, PanelWeight, panel_source
 
 BLOCK_SIZE = 16
 """Tokens of a KV block: as many as a vector has lanes."""
@@ -73,24 +73,20 @@ class Native:
         """Repack a weight, or the parts of one, into panels.
 
         Raises:
-            FormatError: a scale layout that no format of bitdraft has.
+            FormatError: a scale layout that no format of bitdraft has, or values that the kernels cannot hold.
         """
         placed = tuple(self._pack(part) if part.blocks is None else self._pack_blocks(part) for part in parts)
         return PanelWeight(placed, sum(part.nbytes for part in parts))
 
     def _pack(self, packed: Packed) -> Panels:
-        N, scales = packed.shape[0], packed.scales
-        kind = panel_kind(packed)
+        N, source = packed.shape[0], panel_source(packed)
         channel = None
-        if scales is not None and kind.grid == "none":
+        if source.channel is not None:
             channel = torch.zeros(-(-N // 16) * 16)
-            channel[:N] = scales[:, 0]
-        made = self.place(kind, channel)
-        codes = packed.codes.float() if packed.codes.dtype == torch.float16 else packed.codes.contiguous()
-        scales = None if scales is None else scales.float().contiguous()
-        zeros = None if packed.zeros is None else packed.zeros.contiguous()
-        places = byref(made.struct()), made.panels.data_ptr(), codes.data_ptr()
-        self._call("bd_pack", *places, _pointer(scales), _pointer(zeros))
+            channel[:N] = source.channel
+        made = self.place(source.kind, channel)
+        places = byref(made.struct()), made.panels.data_ptr(), source.codes.data_ptr()
+        self._call("bd_pack", *places, _pointer(source.scales), _pointer(source.zeros))
         return made
 
     def _pack_blocks(self, packed: Packed) -> Panels:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError
+from ..errors import FormatError, ShapeError
 from .gguf_blocks import BlockFormat
 
 Activation = Literal["f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"]
@@ -20,7 +20,10 @@ largest magnitude. Part of a format's name and of the model's law, not a matter 
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight matrix in a low-bit format: `value[n, k] = scale[n, g(k)] * (code[n, k] - zero[n, g(k)])`.
+    """A weight matrix in a low-bit format.
+
+    `value[n, k] = channel[n] * scale[n, g(k)] * (code[n, k] - zero[n, g(k)])`, without what a format has not. With a
+    rotation, these are the values of W H, which multiply x H: see `ops.encoding.rotate`.
 
     Attributes:
         format: the name of the format that made it.
@@ -31,9 +34,13 @@ class Packed:
             into uint8, the first code in the lowest bits: 2 and 4 bits [N, K * bits / 8], other widths as a dense
             little-endian bit stream per row; or the blocks of a GGUF file, scales and all, [N, bytes of a row] uint8.
         scales: [N, G] float32 values that are exact in float16 for integer groups, [N, 1] float32 for per-channel
-            scales, None for floats and for blocks.
+            scales, [N, G] float8_e8m0fnu or float8_e4m3fn for micro-scaled floats; None for floats and for blocks.
         zeros: [N, G] uint8 zero points of an asymmetric format, else None.
         blocks: what the blocks are; None if there are none.
+        element: what packed codes are: None for integers, `e2m1` for the 4-bit float of `ops.encoding.E2M1`.
+        channel: [N, 1] float32, a factor of each output beside the scales of its groups (NVFP4: the scale of the tensor
+            that the output came from); else None.
+        rotation: inputs of a block that a Hadamard matrix mixes in inputs and weight; None without rotation.
     """
 
     format: str
@@ -44,13 +51,20 @@ class Packed:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     blocks: BlockFormat | None = None
+    element: Literal["e2m1"] | None = None
+    channel: Tensor | None = None
+    rotation: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the weight takes on disk: codes, scales (2 bytes a group, 4 an output) and zero points."""
+        """Bytes that the weight takes on disk: codes, scales (1 or 2 bytes a group, 4 an output or a tensor), zeros."""
         size = self.codes.numel() * self.codes.element_size()
         if self.scales is not None:
-            size += self.scales.numel() * (2 if self.bits < 8 else 4)
+            wide = self.scales.dtype == torch.float32
+            grouped = self.bits < 8 or self.scales.shape[1] > 1
+            size += self.scales.numel() * (1 if not wide else 2 if grouped else 4)
+        if self.channel is not None:
+            size += 4 * len(self.channel.unique())
         if self.zeros is not None:
             size += self.zeros.numel()
         return size
@@ -79,6 +93,11 @@ class Prepared(Protocol):
     @property
     def activation(self) -> Activation:
         """How inputs are rounded before they meet this weight."""
+        ...
+
+    @property
+    def rotation(self) -> int | None:
+        """Inputs of a block that a Hadamard matrix mixes before they are rounded; None without rotation."""
         ...
 
     @property
@@ -146,6 +165,7 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
         codes=torch.cat([p.codes for p in parts]),
         scales=stack([p.scales for p in parts]),
         zeros=stack([p.zeros for p in parts]),
+        channel=stack([p.channel for p in parts]),
     )
 
 
@@ -160,10 +180,16 @@ def fuse(parts: Sequence[Packed]) -> list[Packed]:
 
     Raises:
         ShapeError: if the parts differ in inputs.
+        FormatError: if only some of them read rotated inputs.
     """
     for part in parts:
         if part.shape[1] != parts[0].shape[1]:
             raise _unlike(part, parts[0])
+    if len({part.rotation for part in parts}) > 1:
+        raise FormatError(
+            f"{', '.join(part.format for part in parts)}: q, k and v, and gate and up, read the same inputs, rotated in "
+            "the same blocks or not at all. Expected -had and one group size for all of them, or -had for none."
+        )
     if len({part.activation for part in parts}) > 1:
         parts = [replace(part, activation="bf16") for part in parts]
     runs: list[list[Packed]] = []
@@ -177,7 +203,9 @@ def fuse(parts: Sequence[Packed]) -> list[Packed]:
 
 def _alike(a: Packed, b: Packed) -> bool:
     """Whether rows of the two can stand in one weight."""
-    kinds = [(w.format, w.shape[1], w.bits, w.activation, w.codes.dtype, w.blocks) for w in (a, b)]
+    kinds = [
+        (w.format, w.shape[1], w.bits, w.activation, w.codes.dtype, w.blocks, w.element, w.rotation) for w in (a, b)
+    ]
     return kinds[0] == kinds[1]
 
 

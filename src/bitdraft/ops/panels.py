@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import FormatError
 from . import abi
+from .encoding import dequantize
 from .packed import Activation, Packed
 
 _FLOATS = {
@@ -35,6 +36,7 @@ class PanelKind:
         group: inputs that share a scale; 0 where the grid says it.
         activation: how inputs are rounded before they meet this weight.
         shape: (N, K).
+        rotation: inputs of a block that are rotated before they are rounded; 0 without rotation.
     """
 
     codec: str
@@ -42,6 +44,7 @@ class PanelKind:
     group: int
     activation: Activation
     shape: tuple[int, int]
+    rotation: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +73,7 @@ class Panels:
             abi.GRIDS[self.kind.grid],
             abi.ACTIVATIONS[self.kind.activation],
             self.kind.group,
+            self.kind.rotation,
             *self.kind.shape,
             self.panels.data_ptr(),
             None if self.channel is None else self.channel.data_ptr(),
@@ -99,6 +103,11 @@ class PanelWeight:
         return self.parts[0].kind.activation
 
     @property
+    def rotation(self) -> int | None:
+        """Inputs of a block that are rotated before they are rounded; None without rotation."""
+        return self.parts[0].kind.rotation or None
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes that it takes in memory."""
         return sum(part.resident_bytes for part in self.parts)
@@ -114,18 +123,106 @@ class PanelWeight:
         return first
 
 
-def panel_kind(packed: Packed) -> PanelKind:
-    """How a packed weight is laid out in panels; one of blocks is laid out as the library says, not here.
+@dataclass(frozen=True, eq=False)
+class PanelSource:
+    """What the panels of a part are made from: a `Packed` in the terms of the C interface.
+
+    Attributes:
+        kind: sizes and layout.
+        codes: floats [N, K], int8 [N, K], or packed codes, contiguous.
+        scales: [N, G] float32, exact in float16, or None.
+        zeros: [N, G] uint8, or None.
+        channel: a scale for each output, [N] float32, or None.
+    """
+
+    kind: PanelKind
+    codes: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    channel: Tensor | None = None
+
+
+def panel_source(packed: Packed) -> PanelSource:
+    """How a packed weight goes into panels; one of blocks is laid out as the library says, not here.
 
     Raises:
-        FormatError: codes that need scales and have none.
+        FormatError: codes that need scales and have none, or scales that the kernels cannot hold.
     """
-    K, scales = packed.shape[1], packed.scales
-    if packed.codes.dtype in _FLOATS:
-        return PanelKind(_FLOATS[packed.codes.dtype], "none", 0, packed.activation, packed.shape)
+    codes, scales = packed.codes.contiguous(), packed.scales
+    if packed.element == "e2m1":
+        return _float4_source(packed)
+    if codes.dtype in _FLOATS and (scales is None or scales.shape[1] == 1):
+        codes = codes.float() if codes.dtype == torch.float16 else codes
+        channel = None if scales is None else scales.float()[:, 0]
+        return PanelSource(_kind(packed, _FLOATS[codes.dtype], "none", 0), codes, channel=channel)
     if scales is None:
         raise FormatError(f"{packed.format}: {packed.bits}-bit codes without scales. Expected a scale for each group.")
+    if codes.dtype in _FLOATS:
+        return _bfloat16_source(packed)
     if packed.bits == 8 and scales.shape[1] == 1:
-        return PanelKind("int8", "none", 0, packed.activation, packed.shape)
+        return PanelSource(_kind(packed, "int8", "none", 0), codes, channel=scales[:, 0])
     grid = "sym" if packed.zeros is None else "asym"
-    return PanelKind(f"int{packed.bits}", grid, K // scales.shape[1], packed.activation, packed.shape)
+    zeros = None if packed.zeros is None else packed.zeros.contiguous()
+    kind = _kind(packed, f"int{packed.bits}", grid, packed.shape[1] // scales.shape[1])
+    return PanelSource(kind, codes, scales.contiguous(), zeros)
+
+
+def _kind(packed: Packed, codec: str, grid: str, group: int) -> PanelKind:
+    return PanelKind(codec, grid, group, packed.activation, packed.shape, packed.rotation or 0)
+
+
+def _float4_source(packed: Packed) -> PanelSource:
+    """The kernels multiply by twice the value of a code, so that scales are halved."""
+    K, scales, codes = packed.shape[1], packed.scales, packed.codes.contiguous()
+    if scales is not None and scales.dtype == torch.float8_e4m3fn and K == 16 * scales.shape[1]:
+        channel = None if packed.channel is None else packed.channel[:, 0]
+        return PanelSource(_kind(packed, "fp4", "sym16", 16), codes, (scales.float() / 2).contiguous(), channel=channel)
+    if scales is None or scales.dtype != torch.float8_e8m0fnu or K != 32 * scales.shape[1]:
+        found = "no scales" if scales is None else f"{scales.dtype} scales {list(scales.shape)}"
+        raise FormatError(
+            f"{packed.format}: {found} beside float4 codes of {K} inputs. Expected float8_e8m0fnu ones for each 32 "
+            "inputs (MXFP4), or float8_e4m3fn ones for each 16 (NVFP4)."
+        )
+    held = _in_float16(codes, scales.float() / 2)
+    if held is not None:
+        return PanelSource(_kind(packed, "fp4", "sym", 32), codes, held[0], channel=held[1])
+    if packed.activation == "int8":
+        raise FormatError(
+            f"{packed.format}: an output whose scales are further apart than 2^39, which is what the kernels for 8-bit "
+            "inputs hold. Expected closer ones; use mxfp4, which reads 16-bit inputs."
+        )
+    return _bfloat16_source(packed)
+
+
+def _in_float16(codes: Tensor, scale_NG: Tensor) -> tuple[Tensor, Tensor | None] | None:
+    """Powers of two as float16 holds them, 2^-24 to 2^15, and a factor for each output where some do not fit as they are.
+
+    Returns:
+        None if those of an output are too far apart.
+    """
+    N, G = scale_NG.shape
+    # A group of zeros may have any scale, and files give it the smallest that there is: its output's largest will do.
+    nothing_NG = ((codes.view(N, G, -1) & 0x77) == 0).all(-1)
+    largest_N1 = scale_NG.masked_fill(nothing_NG, 0).amax(-1, keepdim=True)
+    largest_N1 = torch.where(largest_N1 > 0, largest_N1, 1.0)
+    scale_NG = torch.where(nothing_NG, largest_N1, scale_NG)
+    if bool(((scale_NG >= 2.0**-24) & (scale_NG <= 2.0**15)).all()):
+        return scale_NG, None
+    scale_NG = scale_NG / largest_N1 * 2.0**15
+    return None if bool((scale_NG < 2.0**-24).any()) else (scale_NG, largest_N1[:, 0] * 2.0**-15)
+
+
+def _bfloat16_source(packed: Packed) -> PanelSource:
+    """The values as bfloat16, which holds those of a small float times a power of two.
+
+    Raises:
+        FormatError: some are too small for it.
+    """
+    values_NK = dequantize(packed)
+    kept_NK = values_NK.bfloat16()
+    if not torch.equal(kept_NK.float(), values_NK):
+        raise FormatError(
+            f"{packed.format}: values that bfloat16, in which the kernels hold them, would round: scales below 2^-117. "
+            "Expected larger ones; BITDRAFT_ISA=reference runs this weight."
+        )
+    return PanelSource(_kind(packed, "bf16", "none", 0), kept_NK)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .batch import KVLayer, Ragged, Rotary
-from .encoding import dequantize, round_activations
+from .encoding import dequantize, rotate, round_activations
 from .packed import Activation, Packed
 
 
@@ -26,11 +26,13 @@ class DecodedWeight:
         values: [N, K] float32.
         activation: how inputs are rounded before they meet this weight.
         packed_bytes: what the weight takes in its packed form.
+        rotation: inputs of a block that a Hadamard matrix mixes before they are rounded; None without rotation.
     """
 
     values: Tensor
     activation: Activation
     packed_bytes: int
+    rotation: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,10 +49,12 @@ def prepare(*parts: Packed) -> DecodedWeight:
     """Decode a weight once, at load, into the FP32 values it stands for."""
     values = [dequantize(part) for part in parts]
     whole = values[0] if len(values) == 1 else torch.cat(values)
-    return DecodedWeight(whole, parts[0].activation, sum(part.nbytes for part in parts))
+    return DecodedWeight(whole, parts[0].activation, sum(part.nbytes for part in parts), parts[0].rotation)
 
 
 def _matmul(x_RK: Tensor, weight: DecodedWeight) -> Tensor:
+    if weight.rotation is not None:
+        x_RK = rotate(x_RK, weight.rotation)
     x_RK = round_activations(x_RK, weight.activation)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         # torch sends FP32 products to MKL, which is 1.5 to 2.8 times slower than oneDNN for 1 to 256 rows on processors

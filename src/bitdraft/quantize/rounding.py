@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..ops.encoding import round_activations
 from ..ops.packed import Packed
 
 COARSE = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -54,7 +53,7 @@ def best_scale(weights: Sequence[Tensor], rows_TK: Tensor, magnitude_K: Tensor, 
 
     def error(alpha: float) -> float:
         scale_K = _scale(magnitude_K, alpha)
-        x_TK = round_activations(rows_TK / scale_K, form.activation)
+        x_TK = form.round_inputs(rows_TK / scale_K)
         return float((x_TK @ form.round(sample_NK * scale_K).T - exact_TN).square().sum())
 
     errors = {alpha: error(alpha) for alpha in COARSE}
