@@ -65,9 +65,9 @@ def small_source(folder: Path, of: ModelConfig) -> Checkpoint:
 
 def same(a: Packed, b: Packed) -> bool:
     """Whether two weights are the same, bit for bit, names included."""
-    if (a.format, a.shape, a.bits, a.activation) != (b.format, b.shape, b.bits, b.activation):
+    if (a.format, a.shape, a.bits, a.activation, a.element) != (b.format, b.shape, b.bits, b.activation, b.element):
         return False
-    pairs = ((a.codes, b.codes), (a.scales, b.scales), (a.zeros, b.zeros))
+    pairs = ((a.codes, b.codes), (a.scales, b.scales), (a.zeros, b.zeros), (a.channel, b.channel))
     return all(
         (x is None and y is None)
         or (

@@ -137,7 +137,18 @@ def test_mxfp4() -> None:
     assert ours(scheme).input_note == ""
 
 
-FORMATS = ["w4a16", "w4a16-g64-asym", "w2a16", "w3a16-asym", "w6a8", "w4a8-asym", "w8a8", "w8a16", "fp8", "fp8_e4m3-w"]
+FORMATS = [
+    "w4a16",
+    "w4a16-g64-asym",
+    "w2a16",
+    "w3a16-asym",
+    "w6a8",
+    "w4a8-asym",
+    "w8a8",
+    "w8a16",
+    "fp8_e4m3",
+    "fp8_e4m3-w",
+]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -158,6 +169,20 @@ def test_what_we_write_the_library_reads_to_the_same_values(name: str) -> None:
     assert (group.input_activations is not None) == (packed.activation != "bf16" and packed.zeros is None)
     read = decode("layer", stored, scheme, packed.shape, "folder")
     assert torch.equal(read.codes.view(torch.uint8), packed.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp4-a8", "nvfp4"])
+def test_4_bit_floats_that_we_write_the_library_reads(name: str) -> None:
+    packed = get_format(name).encode(torch.randn(N, 128, generator=ROWS))
+    scheme = scheme_for("layer", packed)
+    assert scheme is not None
+    config = QuantizationConfig.model_validate(quantization_config({"layer": scheme, "lm_head": None}))
+    (group,) = config.config_groups.values()
+    stored = {key.removeprefix("layer."): tensor for key, tensor in encode("layer", packed).items()}
+    got = BaseCompressor.get_value_from_registry(group.format).decompress(stored, group)["weight"]
+    # Theirs is computed in bfloat16: of a power of two exactly, of NVFP4's scales with two roundings.
+    torch.testing.assert_close(got.float(), dequantize(packed), rtol=2**-7 if name == "nvfp4" else 0, atol=0)
+    assert group.input_activations is None
 
 
 @pytest.mark.parametrize(
@@ -214,15 +239,17 @@ def our_logits(folder: Path, embedding: torch.Tensor) -> torch.Tensor:
         # They round 8-bit inputs to 255 codes over max / 127.5, we to 255 over max / 127: two rounding errors apart.
         ("w8a8", "llama", 0.03),
         ("w4a8", "qwen2", 0.03),
-        ("fp8", "llama", 0.03),
+        ("fp8_e4m3", "llama", 0.03),
+        # Decompressed in bfloat16.
+        ("mxfp4", "llama", 1e-2),
     ],
 )
 def test_transformers_loads_a_folder_to_our_logits(tmp_path: Path, recipe: str, family: str, tolerance: float) -> None:
     source = quantized_models.small_source(tmp_path / "source", quantized_models.config(family))
     quantized_models.write(tmp_path / "made", source, Recipe.parse(recipe))
-    # transformers does not unpack zero points into the tensors that it makes beforehand, only as it dequantises.
+    # Otherwise transformers has no room for packed zero points, and meets the bfloat16 of 4-bit floats with float32.
     dequantised = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)}
-    settings = dequantised if "asym" in recipe else {}
+    settings = dequantised if "asym" in recipe or "fp4" in recipe else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.float32, **settings)
     with torch.no_grad():
         expected = model(torch.tensor([IDS])).logits[0]
@@ -233,7 +260,7 @@ def test_transformers_loads_a_folder_to_our_logits(tmp_path: Path, recipe: str, 
 def test_mixed_precision_is_read_by_both_alike(tmp_path: Path) -> None:
     """Formats by kind of layer, one layer apart and one kept in 16 bits: patterns, names and an ignored layer."""
     source = quantized_models.small_source(tmp_path / "source", quantized_models.config("llama"))
-    names = ("w8a8", "fp8", "bf16")
+    names = ("w8a8", "fp8_e4m3", "bf16")
     apart = {
         **{f"model.layers.{i}.self_attn.v_proj": get_format(names[0]) for i in range(2)},
         "model.layers.1.mlp.down_proj": get_format(names[1]),

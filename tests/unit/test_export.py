@@ -23,7 +23,21 @@ from bitdraft.models.hf_folder import hf_config
 from bitdraft.models.tensor_names import tensor_shapes
 from bitdraft.ops.encoding import dequantize
 
-RECIPES = ["bf16", "f32", "w4a16", "w4a8", "w3a16-asym", "w6a8-asym-h6", "w2a16-g64-h4", "w8a8", "w8a16", "fp8"]
+RECIPES = [
+    "bf16",
+    "f32",
+    "w4a16",
+    "w4a8",
+    "w3a16-asym",
+    "w6a8-asym-h6",
+    "w2a16-g64-h4",
+    "w8a8",
+    "w8a16",
+    "fp8_e4m3",
+    "mxfp4",
+    "mxfp4-a8",
+    "nvfp4",
+]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

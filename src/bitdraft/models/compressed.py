@@ -14,7 +14,8 @@ Shape suffixes: N outputs, K inputs, G groups along K.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,7 @@ PARTS = (
 )
 """Names of tensors that a quantised layer may have beside `weight`, after the layer's name and a dot."""
 
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-_KNOWN = {"format", "shape", "bits", "activation", "codes", "scales", "zeros", "blocks"}
+_KNOWN = {"format", "shape", "bits", "activation", "codes", "scales", "zeros", "blocks", "element", "channel"}
 
 
 def scheme_for(name: str, packed: Packed) -> Scheme | None:
@@ -60,6 +60,13 @@ def scheme_for(name: str, packed: Packed) -> Scheme | None:
         if extra.name not in _KNOWN and getattr(packed, extra.name) is not None:
             raise _no_counterpart(name, packed, f"a weight with {extra.name}", "the format without that option")
     dtype, activation = packed.codes.dtype, packed.activation
+    if packed.element == "e2m1":
+        # Others round the inputs of these to 4-bit floats, or not at all: 8-bit integers are ours alone.
+        if packed.channel is None:
+            return Scheme("mxfp4-pack-quantized", "float", 4, 32)
+        return Scheme("nvfp4-pack-quantized", "float", 4, 16)
+    if packed.scales is not None and packed.scales.dtype == torch.float8_e8m0fnu:
+        raise _no_counterpart(name, packed, "8-bit floats with a scale for each 32 inputs", "fp8_e4m3 or mxfp4")
     if packed.scales is None and dtype in (torch.float32, torch.float16, torch.bfloat16):
         return None
     if dtype == torch.float8_e5m2:
@@ -98,6 +105,8 @@ def encode(name: str, packed: Packed) -> dict[str, Tensor]:
     if scheme is None:
         return {f"{name}.weight": packed.codes.contiguous()}
     assert packed.scales is not None
+    if packed.element == "e2m1":
+        return _encode_fp4(name, packed)
     per_output = packed.bits == 8 and packed.scales.shape[1] == 1
     tensors = {f"{name}.weight_scale": packed.scales.to(torch.float32 if per_output else torch.float16).contiguous()}
     if scheme.storage != "pack-quantized":
@@ -108,6 +117,18 @@ def encode(name: str, packed: Packed) -> dict[str, Tensor]:
         zeros_GN = torch.nn.functional.pad(packed.zeros.T, (0, -packed.shape[0] % 32))
         tensors[f"{name}.weight_zero_point"] = _trimmed(pack_bits(zeros_GN, packed.bits), packed.shape[0], packed.bits)
     return tensors
+
+
+def _encode_fp4(name: str, packed: Packed) -> dict[str, Tensor]:
+    assert packed.scales is not None
+    tensors = {f"{name}.weight_packed": packed.codes.contiguous()}
+    if packed.channel is None:
+        return tensors | {f"{name}.weight_scale": packed.scales.contiguous().view(torch.uint8)}
+    whole = packed.channel[:1, 0]
+    if bool((packed.channel != whole).any()):
+        raise _no_counterpart(name, packed, "a scale for each output beside those of blocks", "it layer by layer")
+    tensors[f"{name}.weight_scale"] = packed.scales.contiguous()
+    return tensors | {f"{name}.weight_global_scale": 1 / whole}  # there it divides
 
 
 def _stream(packed: Packed) -> Tensor:
@@ -159,8 +180,7 @@ def decode(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[
 
     Returns:
         codes as they are stored, scales float32. Scales of groups are those that float16 holds: a bfloat16 scale below
-        2^-14 may be rounded. 4-bit floats become the bfloat16 values that they stand for, which holds them exactly,
-        times a scale for the tensor. Codes that our layouts do not hold (7 bits, 8 bits with zero points) become the
+        2^-14 may be rounded. Codes that our layouts do not hold (7 bits, 8 bits with zero points) become the
         float32 values that they stand for.
 
     Raises:
@@ -194,6 +214,23 @@ def decode(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[
         )
     zeros_NG = None if scheme.symmetric else _zeros(name, parts, scheme, scale_NG.shape, where)
     return integer_matrix(scheme, shape, stream, scale_NG, zeros_NG)
+
+
+def own_facts(packed: Packed) -> dict[str, Any]:
+    """What the tensors of a layer do not say of the weight that they were made of, fit for JSON.
+
+    The factor of a whole tensor is among it: the inverse of its inverse may be another number.
+    """
+    facts: dict[str, Any] = {"format": packed.format, "activation": packed.activation}
+    return facts if packed.channel is None else facts | {"channel": float(packed.channel[0, 0])}
+
+
+def with_own_facts(read: Packed, facts: Mapping[str, Any]) -> Packed:
+    """The very weight that was written, from what its tensors and its `own_facts` say."""
+    channel = read.channel
+    if "channel" in facts:
+        channel = torch.full((read.shape[0], 1), facts["channel"], dtype=torch.float32)
+    return replace(read, format=facts["format"], activation=facts["activation"], channel=channel)
 
 
 def integer_matrix(
@@ -280,12 +317,10 @@ def _decode_fp4(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: t
     _expect(
         f"{name}.weight_scale", scale, torch.float8_e4m3fn if nv else torch.uint8, (N, K // scheme.group_size), where
     )
-    scale_NG = scale.to(torch.float32) if nv else torch.ldexp(torch.ones(scale.shape), scale.to(torch.int32) - 127)
-    code_NGS = _E2M1[unpack_bits(codes, 4).long()].view(N, K // scheme.group_size, scheme.group_size)
-    values = (code_NGS * scale_NG[..., None]).view(N, K).to(torch.bfloat16)  # at most 6 bits of fraction: exact
-    whole: Tensor | None = None
-    if nv:
-        divisor = _part(name, parts, "weight_global_scale", where)
-        _expect(f"{name}.weight_global_scale", divisor, torch.float32, (1,), where)
-        whole = (1 / divisor).expand(N, 1).contiguous()
-    return Packed(scheme.format_name, shape, 16, scheme.activation, values, whole)
+    if not nv:
+        exponents = scale.contiguous().view(torch.float8_e8m0fnu)
+        return Packed(scheme.format_name, shape, 4, scheme.activation, codes, exponents, element="e2m1")
+    divisor = _part(name, parts, "weight_global_scale", where)
+    _expect(f"{name}.weight_global_scale", divisor, torch.float32, (1,), where)
+    factor = (1 / divisor).expand(N, 1).contiguous()
+    return Packed(scheme.format_name, shape, 4, scheme.activation, codes, scale, element="e2m1", channel=factor)

@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from ..errors import UsageError
 from ..ops.packed import Packed, float_matrix
 from .checkpoint import Checkpoint
-from .compressed import decode, encode, scheme_for
+from .compressed import decode, encode, own_facts, scheme_for, with_own_facts
 from .compressed_config import quantization_config
 from .hf_folder import folder_settings, model_card, write_json, write_tokenizer_files
 from .safetensors_files import INDEX, SafetensorsFiles
@@ -178,7 +178,7 @@ class FolderWriter:
         if own_head:
             settings["bitdraft"] |= {"head": HEAD_FILE, "head_config": quantization_config(own_head)}
         write_tokenizer_files(self._source.origin, self._tokenizer, self._source.config.context_length, self.partial)
-        counts = Counter(fact["format"] for fact in linear.values())
+        counts = Counter(fact["own"]["format"] for fact in linear.values())
         weights = sum(n * k for name, (n, k) in self._source.config.linear_shapes().items() if name in linear)
         bits = 8 * sum(fact["nbytes"] for fact in linear.values()) / weights
         card = model_card(Path(self._source.origin).stem, self._recipe, counts, bits, bool(found), bool(own_head))
@@ -215,8 +215,7 @@ def _fact(name: str, weight: Packed) -> dict[str, Any]:
     """What a file's header says of a weight: enough for the same weight to come back."""
     scheme = scheme_for(name, weight)
     return {
-        "format": weight.format,
-        "activation": weight.activation,
+        "own": own_facts(weight),
         "nbytes": weight.nbytes,
         "scheme": None if scheme is None else asdict(scheme),
     }
@@ -230,12 +229,12 @@ def _packed(name: str, files: SafetensorsFiles, fact: Mapping[str, Any], shape: 
     prefix, scheme = f"{name}.weight", _scheme(fact)
     parts = {n.removeprefix(f"{name}."): files.tensor(n).clone() for n in files.shapes if n.startswith(prefix)}
     found = float_matrix(parts["weight"]) if scheme is None else decode(name, parts, scheme, shape, str(files.folder))
-    return replace(found, format=fact["format"], activation=fact["activation"])
+    return with_own_facts(found, fact["own"])
 
 
 def _formats(facts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Formats and activations, and the layers that have them."""
-    layers: dict[tuple[str, str], list[str]] = {}
+    """What is known of layers beside their tensors, and the layers that it is alike of."""
+    layers: dict[str, list[str]] = {}
     for name, fact in facts.items():
-        layers.setdefault((fact["format"], fact["activation"]), []).append(name)
-    return [{"format": form, "activation": activation, "layers": names} for (form, activation), names in layers.items()]
+        layers.setdefault(json.dumps(fact["own"]), []).append(name)
+    return [json.loads(own) | {"layers": names} for own, names in layers.items()]

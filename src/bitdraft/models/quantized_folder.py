@@ -12,7 +12,6 @@ them in a file of their own that the index does not name.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from ..errors import ModelFileError
 from ..ops.encoding import dequantize
 from ..ops.packed import Packed, float_matrix
-from .compressed import PARTS, decode, logical_shape
+from .compressed import PARTS, decode, logical_shape, with_own_facts
 from .compressed_config import compressed_layout, quantization_method
 from .config import ModelConfig
 from .gptq_awq import OLDER_PARTS, decode_older, older_layout, older_shape
@@ -169,7 +168,7 @@ class QuantizedCheckpoint:
             parts = {part: self._files.tensor(full) for part, full in self._parts(layer).items()}
             read = decode_older if scheme.storage in _OLDER else decode
             found = read(layer, parts, scheme, self.config.linear_shapes()[layer], self.origin)
-        return replace(found, **self._facts[layer]) if layer in self._facts else found
+        return with_own_facts(found, self._facts[layer]) if layer in self._facts else found
 
     def _from_head(self, name: str) -> Packed | None:
         """Head or embedding as bitdraft wrote them beside the 16-bit ones."""
@@ -182,7 +181,8 @@ class QuantizedCheckpoint:
         prefix = f"{layer}."
         parts = {n.removeprefix(prefix): files.tensor(n) for n in files.shapes if n.startswith(prefix)}
         shape = (self.config.vocab_size, self.config.hidden_size)
-        return replace(decode(layer, parts, schemes[layer], shape, self.origin), **self._facts.get(layer, {}))
+        found = decode(layer, parts, schemes[layer], shape, self.origin)
+        return with_own_facts(found, self._facts[layer]) if layer in self._facts else found
 
     def _known(self, name: str) -> str:
         if not self.has(name):
@@ -237,6 +237,8 @@ def _facts(own: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
         values = {key: field(entry, key, str, None, place) for key in ("format", "activation")}
         if None in values.values() or values["activation"] not in ("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"):
             raise ModelFileError(f"{place}: the format {values} is not known. Write the folder again.")
+        channel = field(entry, "channel", float, None, place)
+        values |= {} if channel is None else {"channel": channel}
         facts |= dict.fromkeys(field(entry, "layers", list, [], place), values)
     return facts
 
