@@ -35,6 +35,21 @@ def hf_name(gguf_name: str) -> str | None:
     return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
 
 
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor of this Hugging Face name; the inverse of `hf_name`.
+
+    Raises:
+        KeyError: there is no such tensor.
+    """
+    top = {hf: gguf for gguf, hf in _GGUF_TOP.items()}
+    if name in top:
+        return top[name]
+    inner = {hf: gguf for gguf, hf in _GGUF_LAYER.items()}
+    _, _, layer, rest = name.split(".", 3)
+    stem, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{inner[stem]}.{kind}"
+
+
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a model, by its Hugging Face name; a tied head is not listed."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
