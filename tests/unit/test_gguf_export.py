@@ -106,8 +106,8 @@ def test_a_model_is_read_back(tmp_path: Path, config: ModelConfig, kind: str) ->
         assert getattr(got.config, name) == getattr(source.config, name)
     if config.family == "qwen2":
         assert got.config.rope_factors == (2.0,) * 8
-    # Half a step of the blocks that have the widest ones, of weights that reach 4 or so; of Q4_0 a whole one, for 8 steps
-    # lead to one side of 0 and 7 to the other.
+    # Half a step of the blocks that have the widest ones, of weights that reach 4 or so; of Q4_0 a whole one, for 8
+    # steps lead to one side of 0 and 7 to the other.
     off = {"bf16": 0.0, "f16": 0.0, "q8_0": 4.5 / 127, "q4_0": 9 / 8, "q4_1": 9 / 15}[kind] / 2 * 1.01
     for name in model_files.weights(config):
         given, found = source.tensor(name), got.tensor(name)

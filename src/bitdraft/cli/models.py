@@ -81,7 +81,7 @@ def export(
     out.print(f"{len(result.exact)} matrices stand for the very same values as in {source.stored_as}", highlight=False)
     if worst:
         out.print(
-            f"{len(errors)} were rounded anew: relative error {mean:.2%} in the mean, {result.errors[worst]:.2%} at most "
-            f"({worst})",
+            f"{len(errors)} were rounded anew: relative error {mean:.2%} in the mean, "
+            f"{result.errors[worst]:.2%} at most ({worst})",
             highlight=False,
         )
