@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import model_files
+import numpy as np
 import pytest
 import quantized_models
 import torch
@@ -13,11 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from bitdraft.errors import ModelFileError
 from bitdraft.formats import Recipe
+from bitdraft.models import hf_folder, quantized_folder
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.compressed_config import compressed_layout, quantization_config
+from bitdraft.models.export import FolderWriter
 from bitdraft.models.gptq_awq import decode_older, older_layout
 from bitdraft.models.scheme import Scheme
 from bitdraft.ops.encoding import dequantize
+from bitdraft.quantize.load import AUTO, load_model, open_source, recipe_for
+from bitdraft.types import Feed
 
 N, K, SIZE = 32, 96, 32
 
@@ -253,3 +258,27 @@ def test_the_head_that_bitdraft_kept_beside_is_missed(tmp_path: Path) -> None:
     (folder / "bitdraft-head.safetensors").unlink()
     with pytest.raises(ModelFileError, match=r"bitdraft-head.safetensors is missing"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("recipe", ["w4a8", "w8a8", "fp8_e4m3", "w4a16-asym", "nvfp4"])
+def test_a_quantised_folder_runs_as_it_is_where_nothing_is_said(tmp_path: Path, recipe: str) -> None:
+    """The same logits, to the bit, as the weights that the folder was written from."""
+    made(tmp_path, recipe)
+    folder, plain = (open_source(str(tmp_path / name), use_cache=False) for name in ("made", "source"))
+    assert recipe_for(AUTO, plain).name == "bf16"
+    assert recipe_for(AUTO, folder).name == "stored"
+    runs = [(folder, recipe_for(AUTO, folder)), (plain, Recipe.parse(recipe))]
+    models = [load_model(source, form, kv_tokens=64, rng=np.random.default_rng(0)) for source, form in runs]
+    logits = [model.forward([Feed(0, list(range(20)), 0, 0)]) for model in models]
+    assert torch.equal(logits[0], logits[1])
+    assert logits[0].isfinite().any()
+
+
+def test_a_family_whose_folders_hold_other_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made(tmp_path)
+    for module in (quantized_folder, hf_folder):
+        monkeypatch.setattr(module, "PLAIN_FAMILIES", ("qwen2",))
+    with pytest.raises(ModelFileError, match="a llama model that is quantised"):
+        open_checkpoint(folder)
+    with pytest.raises(ModelFileError, match="whose folders bitdraft does not write yet"):
+        FolderWriter(tmp_path / "other", open_checkpoint(tmp_path / "source"), "w8a8")

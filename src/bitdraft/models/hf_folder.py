@@ -12,6 +12,7 @@ from tokenizers import processors
 
 from ..errors import ModelFileError
 from .config import ModelConfig
+from .tensor_names import PLAIN_FAMILIES
 from .tokenizer import Tokenizer
 from .tokenizer_folder import read_json
 
@@ -55,8 +56,14 @@ def folder_settings(origin: str, config: ModelConfig, tokenizer: Tokenizer) -> d
         tokenizer: its tokenizer.
 
     Raises:
-        ModelFileError: the model is from a GGUF file, and no config.json can describe it.
+        ModelFileError: a family whose folders hold other tensors than ours; or the model is from a GGUF file, and no
+            config.json can describe it.
     """
+    if config.family not in PLAIN_FAMILIES:
+        raise ModelFileError(
+            f"{origin}: a {config.family} model, whose folders bitdraft does not write yet: it writes those of "
+            f"{', '.join(PLAIN_FAMILIES)}. Run it in the format that you want, which is made as it loads."
+        )
     own = Path(origin) / "config.json"
     if own.exists():
         return {k: v for k, v in read_json(own).items() if k not in ("quantization_config", "bitdraft")}

@@ -26,8 +26,8 @@ from .compressed_config import compressed_layout, quantization_method
 from .config import ModelConfig
 from .gptq_awq import OLDER_PARTS, decode_older, older_layout, older_shape
 from .safetensors_files import SafetensorsFiles
-from .scheme import Layout, Scheme, field
-from .tensor_names import EMBEDDING, HEAD, check_tensors
+from .scheme import Layout, Scheme, field, refused
+from .tensor_names import EMBEDDING, HEAD, PLAIN_FAMILIES, check_tensors
 from .tokenizer import Tokenizer
 from .tokenizer_folder import folder_tokenizer
 
@@ -62,6 +62,8 @@ class QuantizedCheckpoint:
         self.origin, self.config = str(folder), config
         self._folder, self._files = folder, files
         where = str(folder / "config.json")
+        if config.family not in PLAIN_FAMILIES:
+            raise refused(where, f"a {config.family} model that is quantised", _FAMILY_REMEDY)
         self._layout = _layout(field(raw, "quantization_config", dict, {}, where), where)
         own = field(raw, "bitdraft", dict, {}, where)
         self._facts = _facts(own, where)
@@ -206,6 +208,7 @@ class QuantizedCheckpoint:
         return folder_tokenizer(self._folder)
 
 
+_FAMILY_REMEDY = f"Choose one of {', '.join(PLAIN_FAMILIES)}, or the original, which bitdraft quantises itself."
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 

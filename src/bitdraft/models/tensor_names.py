@@ -25,6 +25,10 @@ _GGUF_LAYER = {
 }
 
 
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose folders hold the very tensors of `tensor_shapes`: one for each layer, norms as they multiply."""
+
+
 def hf_name(gguf_name: str) -> str | None:
     """Hugging Face's name of a GGUF tensor; None if the decoders of `FAMILIES` have no such tensor."""
     if gguf_name in _GGUF_TOP:
