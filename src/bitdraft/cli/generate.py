@@ -11,7 +11,7 @@ import typer
 
 from ..types import SamplingParams
 from .app import app
-from .options import Json, MaxTokens, MinConfidence, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
+from .options import Json, MaxTokens, MinConfidence, MinP, NoCache, Seed, Target, TargetFormat, Temperature, TopK, TopP
 from .terminal import interruptible, out, progress_bars
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ def generate(
     draft: Annotated[
         str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")
     ] = None,
-    target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
-    draft_format: Annotated[str, typer.Option(help="Format of the draft.")] = "bf16",
+    target_format: TargetFormat = "auto",
+    draft_format: Annotated[str, typer.Option(help="Format of the draft, likewise.")] = "auto",
     k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
     confidence: MinConfidence = 0.0,
     plan: Annotated[

@@ -1,12 +1,15 @@
-"""Verbs about models and formats: pull, formats."""
+"""Verbs about models and formats: pull, formats, export."""
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..errors import UsageError
 from .app import app
 from .options import Json
-from .terminal import interruptible, print_table, progress_bars
+from .terminal import interruptible, out, print_table, progress_bars
 
 
 @app.command(epilog="Example: bitdraft pull smollm2-135m")
@@ -39,3 +42,46 @@ def formats(as_json: Json = False) -> None:
         group = "as stored" if f.kind == "stored" else str(f.group_size or "channel")
         rows.append((name, bits, f.weights, f.activation, group, f.head))
     print_table("formats", ("format", "bits a weight", "weights", "activations", "group", "head"), rows, as_json)
+
+
+@app.command(epilog="Example: bitdraft export smollm2-135m --type q8_0 -o smollm2-135m.gguf")
+def export(
+    model: Annotated[str, typer.Argument(help="Model to write: a name, a folder, a .gguf or a hub id.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write; it must not exist.")],
+    to: Annotated[str, typer.Option("--to", help="Kind of file: gguf.")] = "gguf",
+    kind: Annotated[str, typer.Option("--type", help="Type of the layers: q4_0, q4_1, q8_0, bf16 or f16.")] = "q8_0",
+    as_json: Json = False,
+) -> None:
+    """Write a model, quantised or not, as a GGUF file for llama.cpp, and say what that did to its weights."""
+    from ..models import hub
+    from ..models.checkpoint import open_checkpoint
+    from ..models.gguf_export import TYPES, export_gguf
+
+    if to != "gguf":
+        raise UsageError(
+            f"--to is {to!r}. Expected gguf; a folder with safetensors is what `bitdraft quantize` writes."
+        )
+    if kind not in TYPES:
+        raise UsageError(f"--type is {kind!r}. Expected one of {', '.join(TYPES)}.")
+    with interruptible("Nothing half-written is kept."), progress_bars() as bars:
+        source = open_checkpoint(hub.resolve(model, progress=bars))
+        result = export_gguf(source, output, kind, Path(model).stem, bars)
+    errors = list(result.errors.values())
+    mean = sum(errors) / len(errors) if errors else 0.0
+    worst = max(result.errors, key=lambda name: result.errors[name]) if errors else None
+    if as_json:
+        found = {"file": str(output), "bytes": output.stat().st_size, "exact": len(result.exact)}
+        print(
+            json.dumps(
+                found | {"rounded": len(errors), "mean_error": mean, "errors": result.errors}, ensure_ascii=False
+            )
+        )
+        return
+    out.print(f"{output}: {output.stat().st_size / 1e6:.0f} MB", highlight=False, soft_wrap=True)
+    out.print(f"{len(result.exact)} matrices stand for the very same values as in {source.stored_as}", highlight=False)
+    if worst:
+        out.print(
+            f"{len(errors)} were rounded anew: relative error {mean:.2%} in the mean, "
+            f"{result.errors[worst]:.2%} at most ({worst})",
+            highlight=False,
+        )

@@ -7,6 +7,9 @@ import typer
 Target = Annotated[
     str, typer.Option("--target", help="Model whose answers count: a name, a folder, a .gguf or a hub id.")
 ]
+TargetFormat = Annotated[
+    str, typer.Option(help="Format of the target; auto keeps a quantised folder as it is, else is bf16.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output instead of text.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling; 1 keeps every token.")]

@@ -141,18 +141,49 @@ def _byte_level(file: GGUFFile, vocabulary: dict[str, int], kinds: list[int]) ->
         )
     merges = [(left, right) for left, _, right in (m.partition(" ") for m in _listed_merges(file))]
     backend = Backend(models.BPE(vocabulary, merges, ignore_merges=kind == "llama3"))
-    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind in ("gpt-2", "smollm"))
-    if kind == "gpt-2":
-        backend.pre_tokenizer = words
-    elif kind == "smollm":
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    else:
-        split = pre_tokenizers.Split(Regex(_LLAMA3 if kind == "llama3" else _QWEN2), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([split, words])
+    backend.pre_tokenizer = _word_rules(kind)
     if kind == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _word_rules(kind: str) -> pre_tokenizers.PreTokenizer:
+    """How a text is cut into words before BPE, by a value of `_PRE_TOKENIZERS`."""
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind in ("gpt-2", "smollm"))
+    if kind == "gpt-2":
+        return words
+    if kind == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
+    split = pre_tokenizers.Split(Regex(_LLAMA3 if kind == "llama3" else _QWEN2), behavior="isolated")
+    return pre_tokenizers.Sequence([split, words])
+
+
+_PROBES = (
+    "I'VE seen, haven't you? It's 12345678 o'clock ...\n\n  \tEND\r\n",
+    "naïve cafe\u0301  x=3.14159; //日本語１２３😀 \u00a0~~ 'll'LL",
+    '  \n \n\n a  1 22 333 4444\t\t--=>\nprint("hi")',
+)
+"""Texts that the known ways cut differently: contractions, digits, spaces, line ends, punctuation, other letters."""
+
+
+def words_name(backend: Backend) -> str | None:
+    """The value of tokenizer.ggml.pre whose way to cut text into words is this tokenizer's; None if none is."""
+    if backend.pre_tokenizer is None:
+        return None
+    for name in ("llama-bpe", "qwen2", "smollm", "gpt-2"):
+        kind = _PRE_TOKENIZERS[name]
+        normal = normalizers.NFC() if kind == "qwen2" else None
+        rules = _word_rules(kind)
+        if all(_cut(backend.normalizer, backend.pre_tokenizer, t) == _cut(normal, rules, t) for t in _PROBES):
+            return name
+    return None
+
+
+def _cut(
+    normal: normalizers.Normalizer | None, rules: pre_tokenizers.PreTokenizer, text: str
+) -> list[tuple[str, tuple[int, int]]]:
+    return rules.pre_tokenize_str(normal.normalize_str(text) if normal else text)
 
 
 def _listed_merges(file: GGUFFile) -> list[str]:

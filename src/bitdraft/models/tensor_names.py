@@ -25,6 +25,10 @@ _GGUF_LAYER = {
 }
 
 
+PLAIN_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose folders hold the very tensors of `tensor_shapes`: one for each layer, norms as they multiply."""
+
+
 def hf_name(gguf_name: str) -> str | None:
     """Hugging Face's name of a GGUF tensor; None if the decoders of `FAMILIES` have no such tensor."""
     if gguf_name in _GGUF_TOP:
@@ -33,6 +37,21 @@ def hf_name(gguf_name: str) -> str | None:
     if parts is None or parts[2] not in _GGUF_LAYER:
         return None
     return f"model.layers.{parts[1]}.{_GGUF_LAYER[parts[2]]}.{parts[3]}"
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor of this Hugging Face name; the inverse of `hf_name`.
+
+    Raises:
+        KeyError: there is no such tensor.
+    """
+    top = {hf: gguf for gguf, hf in _GGUF_TOP.items()}
+    if name in top:
+        return top[name]
+    inner = {hf: gguf for gguf, hf in _GGUF_LAYER.items()}
+    _, _, layer, rest = name.split(".", 3)
+    stem, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{inner[stem]}.{kind}"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from ..models import hub
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.decoder import Decoder, PreparedModel, prepare_model
+from ..models.quantized_folder import QuantizedCheckpoint
 from ..models.tokenizer import Tokenizer, check_pair
 from ..ops.machine import torch_on_all_cores
 from .pipeline import check_layers, quantize
@@ -54,6 +55,21 @@ def open_source(name: str, progress: Progress | None = None, use_cache: bool = T
     path = hub.resolve(name, progress=progress)
     checkpoint = open_checkpoint(path)
     return Source(name, path, checkpoint, checkpoint.tokenizer(), use_cache)
+
+
+AUTO = "auto"
+"""Instead of a format's name: what suits the model's files."""
+
+
+def recipe_for(name: str, source: Source) -> Recipe:
+    """The recipe of a name; of 'auto', `stored` for a folder that is quantised already, and bf16 for everything else.
+
+    Raises:
+        FormatError: there is no such format.
+    """
+    if name != AUTO:
+        return Recipe.parse(name)
+    return Recipe.parse("stored" if isinstance(source.checkpoint, QuantizedCheckpoint) else "bf16")
 
 
 def load_model(

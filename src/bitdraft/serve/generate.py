@@ -16,7 +16,7 @@ from ..engine.engine import Emission, Engine
 from ..engine.sequence import Request
 from ..formats import Recipe
 from ..models.tokenizer import Tokenizer, check_pair
-from ..quantize.load import Progress, load_model, open_source
+from ..quantize.load import AUTO, Progress, load_model, open_source, recipe_for
 from ..types import Origin, SamplingParams, StepRecord
 
 NGRAM = "ngram"
@@ -33,7 +33,7 @@ class GenerateConfig:
     Attributes:
         target: name, folder, .gguf or hub id.
         draft: the same, or 'ngram', or None for no speculation.
-        target_format, draft_format: recipes, such as 'bf16' or 'w4a16-awq'.
+        target_format, draft_format: recipes, such as 'bf16' or 'w4a16-awq', or 'auto'.
         draft_length: tokens drafted a step.
         confidence: a block ends after a token that the draft gives less probability than this; 0 never.
         context: tokens of prompt and output together at most; None for the model's own limit.
@@ -86,7 +86,8 @@ def load(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    recipes = Recipe.parse(config.target_format), Recipe.parse(config.draft_format)
+    for name in {config.target_format, config.draft_format} - {AUTO}:
+        Recipe.parse(name)  # before anything is fetched
     source = open_source(config.target, progress, use_cache)
     draft_source = open_source(config.draft, progress, use_cache) if config.draft and config.draft != NGRAM else None
     if draft_source:
@@ -95,7 +96,7 @@ def load(
     ids = [source.tokenizer.encode(text) for text in calibration]
     target = load_model(
         source,
-        recipes[0],
+        recipe_for(config.target_format, source),
         kv_tokens=context,
         context_length=context,
         rng=np.random.default_rng(0),
@@ -106,7 +107,7 @@ def load(
     if draft_source:
         draft = load_model(
             draft_source,
-            recipes[1],
+            recipe_for(config.draft_format, draft_source),
             kv_tokens=context,
             rng=np.random.default_rng(0),
             target=source,
