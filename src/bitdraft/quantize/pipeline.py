@@ -101,7 +101,7 @@ def quantize(
     head, embedding, weights.tensors[FINAL_NORM] = quantize_ends(source, recipe)
     weights.packed |= {"lm_head": head, "model.embed_tokens": embedding}
     if progress:
-        progress(source.config.num_layers + 1, source.config.num_layers + 1, _doing(recipe))
+        progress(source.config.num_layers + 1, source.config.num_layers + 1, doing(recipe))
     return weights
 
 
@@ -135,15 +135,28 @@ def quantize_layers(
         UsageError: a method without a calibration set that it needs, or with too short a one.
         NumericsError: activations on the calibration set that are NaN or infinite.
     """
-    check_layers(source, recipe)
-    if recipe.calibrated:
-        if calibration is None:
-            raise UsageError(
-                f"{recipe.name} needs a calibration set: texts like your traffic. Give one, or use a method without "
-                f"data: {recipe.format.name}, or {recipe.format.name}-clip."
-            )
-        count_tokens(calibration, tokens)
+    check_request(source, recipe, calibration, tokens)
     return _layers(source, recipe, rng, calibration or (), tokens, first, finished, progress)
+
+
+def check_request(
+    source: Checkpoint, recipe: Recipe, calibration: Sequence[Sequence[int]] | None, tokens: int = TOKENS
+) -> None:
+    """See whether a recipe fits every layer, and a calibration set the recipe; arguments as for `quantize_layers`.
+
+    Raises:
+        FormatError: a layer that the format does not fit.
+        UsageError: a method without a calibration set that it needs, or with too short a one.
+    """
+    check_layers(source, recipe)
+    if not recipe.calibrated:
+        return
+    if calibration is None:
+        raise UsageError(
+            f"{recipe.name} needs a calibration set: texts like your traffic. Give one, or use a method without data: "
+            f"{recipe.format.name}, or {recipe.format.name}-clip."
+        )
+    count_tokens(calibration, tokens)
 
 
 def _layers(
@@ -176,7 +189,7 @@ def _layers(
             if i + 1 < config.num_layers:
                 rows.advance(i, Weights(config, dict(layer.packed), dict(layer.tensors)))
         if progress:
-            progress(i + 1, config.num_layers + 1, _doing(recipe))
+            progress(i + 1, config.num_layers + 1, doing(recipe))
         yield layer
 
 
@@ -192,7 +205,8 @@ def quantize_ends(source: Checkpoint, recipe: Recipe) -> tuple[Packed, Packed, T
     return head, embedding, _read(source, FINAL_NORM)
 
 
-def _doing(recipe: Recipe) -> str:
+def doing(recipe: Recipe) -> str:
+    """What is to be said of progress."""
     return "reading the weights" if recipe.format.kind == "stored" else f"quantising to {recipe.name}"
 
 
@@ -246,8 +260,8 @@ def _rounded(source: Checkpoint, name: str, form: Format, recipe: Recipe) -> tup
     weight_NK = _read(source, name)
     plain = recipe.method == "nearest" or form.kind != "integer"
     packed = nearest(weight_NK, form) if plain else clipped(weight_NK, form)
-    size = float(weight_NK.square().sum())
-    return packed, float(dequantize(packed).sub_(weight_NK).square_().sum() / max(size, 1e-30)) ** 0.5
+    off = float((dequantize(packed) - weight_NK).square().sum())  # not in place: floats are the weight itself
+    return packed, (off / max(float(weight_NK.square().sum()), 1e-30)) ** 0.5
 
 
 def _read(source: Checkpoint, name: str) -> Tensor:
