@@ -135,3 +135,16 @@ def test_dead_inputs_and_no_inputs_are_rounded_to_something_finite() -> None:
 def test_products_of_nothing_real_are_refused() -> None:
     with pytest.raises(NumericsError, match="have no Cholesky factor, though damped"):
         feedback(-torch.eye(8), by_activation=False)
+
+
+@pytest.mark.parametrize("inputs", [7, 64, 65, 300])
+def test_the_factor_is_that_of_the_inverse(inputs: int) -> None:
+    """U^T U H = 1 with H damped, in the order that the columns go in."""
+    _, x = problem(5, inputs=inputs, tokens=400)
+    for by_activation in (False, True):
+        found = feedback(x.T @ x, by_activation=by_activation)
+        upper, H = found.upper.double(), (x.T @ x).double()
+        H += found.damping * torch.eye(inputs)
+        assert torch.equal(upper, upper.triu())
+        one = upper.T @ upper @ H[found.order][:, found.order]
+        torch.testing.assert_close(one, torch.eye(inputs).double(), rtol=0, atol=1e-3)  # float32, condition about 1000
