@@ -3,7 +3,7 @@
 What is minimised is the squared error of the outputs, `d^T H d` for each output with d the error of its weights and
 `H = X^T X` the products of the inputs (the paper's H is twice that: the factor changes no choice). With
 `H^-1 = U^T U`, U upper triangular (section 3.4), rounding column k leaves the error `e_k = (w_k - q_k) / U_kk`, the
-columns j > k move by `-e_k U_kj`, and the error in all is the sum of `e_k^2`.
+columns j > k move by `-e_k U_kj`.
 
 Shape suffixes: N outputs, K inputs, G groups, S inputs of a group.
 """
@@ -22,6 +22,11 @@ from .rounding import best_shrink
 DAMPING = 0.01
 """Of the mean of H's diagonal, added to the diagonal (section 4 of the paper)."""
 
+SHRINKAGE = 0.5
+"""How far the products of different inputs are taken towards 0: a few thousand tokens tell them badly, and what is made
+up for on chance makes other text worse. Without it GPTQ has the smallest errors on its own calibration set and larger
+ones than AWQ on other text; from 0.3 to 0.6 the errors on other text hardly differ."""
+
 _BLOCK = 128
 """Columns whose feedback to all later ones is given in one product; a multiple of every group size."""
 
@@ -31,14 +36,14 @@ class Feedback:
     """What a column's error does to the columns after it, for the inputs of one linear layer or of several.
 
     Attributes:
-        products: X^T X, [K, K] float32, damped.
-        damping: what was added to the products' diagonal.
+        seen: X^T X, [K, K] float32.
+        products: the same, shrunk and damped, in the order in which the columns are rounded.
         upper: U with `products^-1 = U^T U`, [K, K] float32, upper triangular.
-        order: the columns in the order in which they are rounded, [K]; both matrices are in this order.
+        order: the columns in the order in which they are rounded, [K].
     """
 
+    seen: Tensor
     products: Tensor
-    damping: float
     upper: Tensor
     order: Tensor
 
@@ -56,7 +61,8 @@ def feedback(products_KK: Tensor, *, by_activation: bool) -> Feedback:
     K = len(products_KK)
     diagonal_K = products_KK.diagonal()
     order = diagonal_K.argsort(descending=True, stable=True) if by_activation else torch.arange(K)
-    damped = products_KK[order][:, order]
+    damped = products_KK[order][:, order].mul_(1 - SHRINKAGE)
+    damped.diagonal().copy_(diagonal_K[order])
     share = DAMPING * max(float(diagonal_K.mean()), 1e-20)
     added = 0.0
     for _ in range(4):
@@ -65,7 +71,7 @@ def feedback(products_KK: Tensor, *, by_activation: bool) -> Feedback:
         # H turned by 180 degrees is L L^T, so H = R R^T with R = L turned, upper triangular: U = R^-1.
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
-            return Feedback(damped, added, _inverse(lower).flip(0, 1), order)
+            return Feedback(products_KK, damped, _inverse(lower).flip(0, 1), order)
         share *= 9
     raise NumericsError(
         f"GPTQ: the products of {K} inputs have no Cholesky factor, though damped with {added:.3g}. Expected X^T X of "
@@ -106,7 +112,7 @@ def gptq(weight_NK: Tensor, form: Format, given: Feedback) -> Packed:
         blocks = None if form.group_size is None else _diagonal_blocks(given, S)
         grid.fit(weight_NK, slice(None), blocks)
     w_KN = weight_NK.T[given.order].contiguous()
-    code_KN, error_N = torch.empty_like(w_KN), torch.zeros(N)
+    code_KN = torch.empty_like(w_KN)
     for start in range(0, K, _BLOCK):
         end = min(start + _BLOCK, K)
         e_BN = torch.empty(end - start, N)
@@ -119,41 +125,25 @@ def gptq(weight_NK: Tensor, form: Format, given: Feedback) -> Packed:
             e_BN[k - start] = (w_KN[k] - value_N) / given.upper[k, k]
             w_KN[k + 1 : end].addr_(given.upper[k, k + 1 : end], e_BN[k - start], alpha=-1)
         w_KN[end:].addmm_(given.upper[start:end, end:].T, e_BN, alpha=-1)
-        error_N += e_BN.square().sum(0)
-    made = grid.pack(code_KN.T.contiguous())
-    return _better(weight_NK, form, given, made, error_N)
+    return _better(weight_NK, form, given, grid.pack(code_KN.T.contiguous()))
 
 
-def output_error(off_NK: Tensor, given: Feedback) -> Tensor:
-    """`d^T H d` of each output with the damped products, [N]."""
-    off_NK = off_NK[:, given.order]
-    return (off_NK @ given.products).mul_(off_NK).sum(-1)
+def _better(weight_NK: Tensor, form: Format, given: Feedback, made: Packed) -> Packed:
+    """Outputs of `made`, and where rounding to nearest has the smaller error on the data, those of that."""
 
+    def error_N(packed: Packed) -> Tensor:
+        off_NK = form.decode(packed).sub_(weight_NK)
+        return (off_NK @ given.seen).mul_(off_NK).sum(-1)
 
-def _better(weight_NK: Tensor, form: Format, given: Feedback, made: Packed, error_N: Tensor) -> Packed:
-    """Outputs of `made`, and where rounding to nearest has the smaller error on the data, those of that.
-
-    The data's error is what the damped products say, less the damping's share in it.
-    """
     plain = form.encode(weight_NK)
-    off_NK, plain_off_NK = form.decode(made).sub_(weight_NK), form.decode(plain).sub_(weight_NK)
-    gain_N = output_error(plain_off_NK, given) - error_N
-    gain_N -= given.damping * (plain_off_NK.square().sum(-1) - off_NK.square().sum(-1))
-    use = gain_N > 0
+    use_N1 = (error_N(made) < error_N(plain))[:, None]
 
     def choose(ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-        return None if ours is None or theirs is None else torch.where(use[:, None], ours, theirs)
+        return None if ours is None or theirs is None else torch.where(use_N1, ours, theirs)
 
-    codes = torch.where(use[:, None], made.codes, plain.codes)
-    return Packed(
-        form.name,
-        plain.shape,
-        form.bits,
-        form.activation,
-        codes,
-        choose(made.scales, plain.scales),
-        choose(made.zeros, plain.zeros),
-    )
+    codes = torch.where(use_N1, made.codes, plain.codes)
+    scales, zeros = choose(made.scales, plain.scales), choose(made.zeros, plain.zeros)
+    return Packed(form.name, plain.shape, form.bits, form.activation, codes, scales, zeros)
 
 
 def _diagonal_blocks(given: Feedback, S: int) -> Tensor:
