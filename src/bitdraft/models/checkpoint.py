@@ -3,6 +3,7 @@
 A checkpoint is opened once, checked at once, and read tensor by tensor. Its names are Hugging Face's.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from ..errors import ModelFileError
 from ..ops.packed import Packed, float_matrix
 from .config import ModelConfig
 from .gguf_model import GGUFCheckpoint
-from .tensor_names import EMBEDDING, HEAD, check_tensors
+from .hf_config import config_from_hf
+from .tensor_names import EMBEDDING, HEAD, OFFSET_NORMS, Place, check_sizes, check_tensors, places
 from .tokenizer import Tokenizer
 from .tokenizer_folder import folder_tokenizer, read_json
 
@@ -146,15 +148,21 @@ class SafetensorsCheckpoint:
         self.origin = str(folder)
         self._folder = folder
         self.config = _folder_config(folder)
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, tuple[Any, str]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         dtypes: dict[str, str] = {}
         for file in _weight_files(folder):
             with _reading(file):
                 opened: Any = safe_open(file, framework="pt")
-                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                    view = opened.get_slice(name)
-                    self._files[name], shapes[name], dtypes[name] = opened, tuple(view.get_shape()), view.get_dtype()
+                for stored in opened.keys():  # noqa: SIM118  (it is no mapping)
+                    name = _text_name(stored)
+                    if name is None:
+                        continue
+                    view = opened.get_slice(stored)
+                    self._files[name] = opened, stored
+                    shapes[name], dtypes[name] = tuple(view.get_shape()), view.get_dtype()
+        check_sizes(self.origin, self.config)
+        self._places, shapes = places(self.config, shapes)
         harmless = [n for n in shapes if n.endswith(".rotary_emb.inv_freq")] + [HEAD] * self.config.tied_head
         check_tensors(self.origin, self.config, shapes, harmless)
         self.stored_as, self.stored_bits = self._stored_linears(dtypes)
@@ -168,7 +176,7 @@ class SafetensorsCheckpoint:
                 )
         weights: Counter[str] = Counter()
         for name, (rows, columns) in self.config.linear_shapes().items():
-            weights[dtypes[self._stored_name(f"{name}.weight")]] += rows * columns
+            weights[dtypes[self._places[self._stored_name(f"{name}.weight")].stored]] += rows * columns
         bits = sum(_DTYPES[d][1] * n for d, n in weights.items()) / weights.total()
         return "/".join(_DTYPES[d][0] for d, _ in weights.most_common()), bits
 
@@ -177,7 +185,7 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this Hugging Face name; a tied head counts."""
-        return self._stored_name(name) in self._files
+        return self._stored_name(name) in self._places
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name: float32, fresh.
@@ -185,7 +193,8 @@ class SafetensorsCheckpoint:
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
         """
-        return self._stored(name).to(torch.float32, copy=True)
+        values = self._stored(name).to(torch.float32, copy=True)
+        return values + 1 if self.config.family in OFFSET_NORMS and name.endswith("norm.weight") else values
 
     def holds_floats(self, name: str) -> bool:
         """Whether a matrix is stored as plain floats: all of them are.
@@ -204,15 +213,16 @@ class SafetensorsCheckpoint:
         return float_matrix(self._stored(name))
 
     def _stored(self, name: str) -> Tensor:
-        known = self._known(name)
+        place = self._known(name)
+        opened, stored = self._files[place.stored]
         with _reading(self._folder):
-            tensor: Tensor = self._files[known].get_tensor(known)
-            return tensor
+            tensor: Tensor = opened.get_tensor(stored)
+            return tensor if place.rows is None else tensor[place.rows]
 
-    def _known(self, name: str) -> str:
+    def _known(self, name: str) -> Place:
         if not self.has(name):
             raise ModelFileError(f"{self.origin}: there is no tensor {name!r}. Its config says which there are.")
-        return self._stored_name(name)
+        return self._places[self._stored_name(name)]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the folder.
@@ -221,6 +231,21 @@ class SafetensorsCheckpoint:
             ModelFileError: tokenizer.json is missing, damaged or of a kind that is not read.
         """
         return folder_tokenizer(self._folder)
+
+
+_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT = re.compile(r"(model\.)?language_model\.")
+
+
+def _text_name(stored: str) -> str | None:
+    """A tensor's name in the text model; None for those of a model around it that sees images (Gemma 3)."""
+    if _IMAGES.match(stored):
+        return None
+    inside = _TEXT.match(stored)
+    if not inside:
+        return stored
+    rest = stored[inside.end() :]
+    return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 @contextmanager
@@ -247,13 +272,8 @@ def _folder_config(folder: Path) -> ModelConfig:
             f"{folder}: a checkpoint that is already quantised ({method}). bitdraft reads F32, F16 and BF16 "
             "safetensors and quantises them itself: choose the original model, or a .gguf file."
         )
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelFileError(
-            f"{path}: an activation called {raw['hidden_act']!r}. bitdraft decodes models whose MLP is gated by SiLU: "
-            "choose another model."
-        )
     try:
-        return ModelConfig.from_hf(raw, str(path))
+        return config_from_hf(raw, str(path))
     except ModelFileError:
         raise
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:

@@ -3,7 +3,7 @@
     qkv      reads the input norm          its scale is divided out of the norm
     o        reads the mixed values        its scale is divided out of v's rows; query heads that share v share it
     gate_up  reads the MLP's norm          its scale is divided out of the norm
-    down     reads silu(gate) * up         its scale is divided out of up's rows, in which the product is linear
+    down     reads act(gate) * up          its scale is divided out of up's rows, in which the product is linear
 
 Every fold is exact: before rounding, the layer computes what it did.
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..formats import Format
 from ..models.config import ModelConfig
+from ..models.tensor_names import mlp_norm
 from ..ops.packed import Packed
 from .calibrate import ActivationStats
 from .rounding import best_scale, clipped, nearest
@@ -80,7 +81,8 @@ def _divide_out(tensors: dict[str, Tensor], name: str, scale_K: Tensor, config: 
     if name == "qkv":
         tensors["input_layernorm.weight"] = tensors["input_layernorm.weight"] / scale_K
     elif name == "gate_up":
-        tensors["post_attention_layernorm.weight"] = tensors["post_attention_layernorm.weight"] / scale_K
+        norm = f"{mlp_norm(config)}.weight"
+        tensors[norm] = tensors[norm] / scale_K
     elif name == "down":
         tensors["mlp.up_proj.weight"] = tensors["mlp.up_proj.weight"] / scale_K[:, None]
     else:

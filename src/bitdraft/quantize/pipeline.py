@@ -14,7 +14,7 @@ from ..models.decoder import Decoder, prepare_model
 from ..ops.encoding import is_finite
 from ..ops.packed import Packed
 from .awq import READERS, fold_layer, round_layer
-from .calibrate import ActivationStats, collect, count_tokens
+from .calibrate import MAX_TOKENS, ActivationStats, collect, count_tokens
 from .rounding import nearest
 
 Progress = Callable[[int, int | None, str], None]
@@ -25,6 +25,8 @@ KEPT_ROWS = 256
 VECTORS = (
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
+    "pre_feedforward_layernorm.weight",
+    "post_feedforward_layernorm.weight",
     "self_attn.q_norm.weight",
     "self_attn.k_norm.weight",
     "self_attn.q_proj.bias",
@@ -163,5 +165,5 @@ def _calibrated(
             f"{recipe.format.name}."
         )
     count_tokens(calibration)  # refuses a short one before the model is read
-    decoder = Decoder(prepare_model(quantize(source, Recipe.parse("f32"), rng=rng)))
+    decoder = Decoder(prepare_model(quantize(source, Recipe.parse("f32"), rng=rng)), longest=MAX_TOKENS)
     return collect(decoder, calibration, keep=KEPT_ROWS, group_size=group_size, rng=rng, progress=progress)
