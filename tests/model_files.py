@@ -61,7 +61,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def config(family: str = "llama", **changes: Any) -> ModelConfig:
-    """A model of two layers, four heads over two KV heads, heads of 8 channels; Gemma 3 of seven, for the sixth differs."""
+    """A model of two layers, four heads over two KV heads, heads of 8 channels; Gemma 3 of seven layers."""
     sizes: dict[str, Any] = {
         "family": family,
         "vocab_size": len(pieces()) + 3,
