@@ -68,6 +68,10 @@ void need_weight(const bd_weight *w, const char *name) {
   }
 }
 
+void need_gate(int gate) {
+  need(gate >= 0 && gate < BD_GATES, BD_E_SHAPE, "an unknown gate. Expected SiLU or GELU's tanh form.");
+}
+
 void need_kv(const bd_kv *kv) {
   need(kv && kv->keys && kv->values, BD_E_POINTER, "kv: a null pointer. Expected keys and values.");
   need(kv->dtype >= BD_KV_F32 && kv->dtype <= BD_KV_INT8, BD_E_SHAPE, "kv: an unknown dtype.");
@@ -80,6 +84,8 @@ void need_batch(const bd_batch *batch, const bd_attention *shape) {
            shape->head_dim % 2 == 0,
        BD_E_SHAPE, "heads that are no multiple of the KV heads, or an odd head dimension.");
   need(shape->head_dim <= bd::MAX_HEAD_DIM, BD_E_SHAPE, "a head dimension above 512. Expected at most that.");
+  need(shape->rotated >= 0 && shape->rotated <= shape->head_dim && shape->rotated % 2 == 0, BD_E_SHAPE,
+       "rotary positions on an odd number of channels, or on more than there are.");
 }
 
 // Nothing that a batch says may lead outside its own arrays, the blocks, or the table of angles.
@@ -216,14 +222,33 @@ int bd_linear_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *
   });
 }
 
+int bd_linear_norm_add(bd_pool *pool, const float *x, int64_t rows, const bd_weight *w, const float *norm, float eps,
+                       const float *residual, float *out) {
+  return guarded([&] {
+    need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
+    if (rows == 0) return;
+    need_weight(w, "weight");
+    need_floats(x, "x"), need_floats(norm, "norm"), need_floats(residual, "residual"), need_floats(out, "out");
+    bd::Rounded room;
+    float *product = nullptr;
+    bd::take_scratch(pool->pool, [&](bd::Carver &memory) {
+      room = bd::carve_rounded(memory, rows, w->inputs);
+      product = memory.take<float>(rows * bd::outputs_of(*w));
+    });
+    pool->pool.run(
+        [&](bd::Team &team) { bd::linear_norm_add(team, room, x, rows, *w, norm, eps, residual, product, out); });
+  });
+}
+
 int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *gate_up,
-                 const bd_weight *down, float *out) {
+                 int gate, const bd_weight *down, float *out) {
   return guarded([&] {
     need(rows >= 0, BD_E_SHAPE, "fewer rows than none.");
     if (rows == 0) return;
     need_weight(gate_up, "gate_up");
     if (down) need_weight(down, "down");
     need_floats(x, "x"), need_floats(norm, "norm"), need_floats(out, "out");
+    need_gate(gate);
     need(!down || (down->inputs == bd::outputs_of(*gate_up) / 2 && bd::outputs_of(*down) == gate_up->inputs), BD_E_SHAPE,
          "a down projection of other inputs than the gate has outputs.");
     const int64_t M = bd::outputs_of(*gate_up) / 2;
@@ -235,15 +260,15 @@ int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm,
       pair = memory.take<float>(bd::needs_pair(*gate_up) ? rows * 2 * M : 0);
     });
     pool->pool.run([&](bd::Team &team) {
-      bd::gated_inputs(team, room, x, rows, norm, eps, *gate_up, pair, down ? inner : out);
+      bd::gated_inputs(team, room, x, rows, norm, eps, *gate_up, gate, pair, down ? inner : out);
       if (down) bd::norm_linear(team, room, inner, rows, nullptr, 0, *down, nullptr, x, out);
     });
   });
 }
 
 int bd_gated_inputs(bd_pool *pool, const float *x, int64_t rows, const float *norm, float eps, const bd_weight *gate_up,
-                    float *out) {
-  return bd_gated_mlp(pool, x, rows, norm, eps, gate_up, nullptr, out);
+                    int gate, float *out) {
+  return bd_gated_mlp(pool, x, rows, norm, eps, gate_up, gate, nullptr, out);
 }
 
 int bd_rope_append(bd_pool *pool, const float *qkv, const bd_batch *batch, const bd_attention *shape, const bd_kv *kv,
@@ -270,20 +295,28 @@ int bd_attend(bd_pool *pool, const float *q, const bd_batch *batch, const bd_att
 }
 
 int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *layers, int64_t count, const bd_kv *kv,
-              const bd_batch *batch, const bd_attention *shape) {
+              const bd_batch *batch, const bd_attention *kinds, int64_t kind_count) {
   return guarded([&] {
-    need_batch(batch, shape);
+    need(kind_count > 0, BD_E_SHAPE, "no kind of attention. Expected one that layers have.");
+    for (int64_t k = 0; k < kind_count; k++) {
+      need_batch(batch, kinds + k);
+      need(kinds[k].heads == kinds->heads && kinds[k].kv_heads == kinds->kv_heads && kinds[k].head_dim == kinds->head_dim,
+           BD_E_SHAPE, "kinds of attention with other heads. Expected the same in all.");
+    }
     if (batch->rows == 0) return;
     need_floats(x, "x");
     need(count > 0 && batch->row_starts[0] == 0 && batch->row_starts[batch->sequences] == batch->rows, BD_E_SHAPE,
          "no layers, or counts of rows that do not add up to the rows.");
-    need_places(*batch, *shape, kv->blocks);
+    for (int64_t k = 0; k < kind_count; k++) need_places(*batch, kinds[k], kv->blocks);
     for (int64_t i = 0; i < count; i++) {
       need_kv(kv + i);
       need_weight(&layers[i].qkv, "qkv"), need_weight(&layers[i].o, "o");
       need_weight(&layers[i].gate_up, "gate_up"), need_weight(&layers[i].down, "down");
+      need_gate(layers[i].gate);
+      need(layers[i].attention >= 0 && layers[i].attention < kind_count, BD_E_SHAPE,
+           "a layer with a kind of attention that there is not.");
     }
-    bd::decode(pool->pool, {x, hidden_size, layers, count, kv, *batch, *shape});
+    bd::decode(pool->pool, {x, hidden_size, layers, count, kv, *batch, kinds, kind_count});
   });
 }
 
@@ -306,6 +339,18 @@ int bd_softmax(bd_pool *pool, const float *logits, int64_t rows, int64_t width, 
     pool->pool.run([&](bd::Team &team) {
       team.share(rows, 1, [&](int64_t from, int64_t to) {
         for (int64_t r = from; r < to; r++) team.kernels().softmax(logits + r * width, width, scale, out + r * width);
+      });
+    });
+  });
+}
+
+int bd_softcap(bd_pool *pool, float *logits, int64_t rows, int64_t width, float cap) {
+  return guarded([&] {
+    need_floats(logits, "logits");
+    need(cap > 0, BD_E_SHAPE, "a cap of logits that is no positive number.");
+    pool->pool.run([&](bd::Team &team) {
+      team.share(rows, 1, [&](int64_t from, int64_t to) {
+        for (int64_t r = from; r < to; r++) team.kernels().softcap(logits + r * width, width, cap);
       });
     });
   });

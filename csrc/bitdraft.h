@@ -45,6 +45,9 @@ enum bd_grid { BD_GRID_NONE, BD_GRID_SYM, BD_GRID_ASYM, BD_GRID_MIN, BD_GRID_K, 
 // INT8 has a scale for each row, INT8_G32 one for every 32 inputs of it.
 enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E5M2, BD_ACT_INT8_G32, BD_ACTIVATIONS };
 
+/* What the gate of an MLP goes through: x sigmoid(x), or GELU in its tanh form. */
+enum bd_gate { BD_GATE_SILU, BD_GATE_GELU_TANH, BD_GATES };
+
 enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8 };
 
 /* A weight [N, K] in panels of 16 outputs, as bd_pack lays it out (layout.h). A fused weight whose rows are stored in
@@ -83,13 +86,18 @@ typedef struct {
   int64_t heads, kv_heads, head_dim;
   int64_t window;          /* positions that a row sees, itself included; 0 for all */
   int64_t rotary_positions;
-  const float *cos, *sin;  /* [positions, C / 2] */
+  const float *cos, *sin;  /* [positions, rotated / 2] */
   float eps;
+  float scale;             /* what scores are multiplied by; 0 for 1 / sqrt(C) */
+  int64_t rotated;         /* channels that turn, the first of each head; 0 for all C */
 } bd_attention;
 
 typedef struct {
   const float *input_norm, *mlp_norm;
   const float *qkv_bias, *q_norm, *k_norm; /* NULL where the family has none */
+  const float *o_norm, *down_norm; /* of what o and down make, before it is added to x; NULL for none */
+  int32_t gate;      /* BD_GATE_SILU, ... */
+  int32_t attention; /* which of the call's bd_attention is this layer's */
   bd_weight qkv, o, gate_up, down;
 } bd_layer;
 
@@ -121,16 +129,20 @@ BD_API int bd_norm_linear(bd_pool *, const float *x_RD, int64_t rows, const floa
                           const bd_weight *, const float *bias_N, float *out_RN);
 BD_API int bd_linear_add(bd_pool *, const float *x_RK, int64_t rows, const bd_weight *, const float *residual_RN,
                          float *out_RN);
+BD_API int bd_linear_norm_add(bd_pool *, const float *x_RK, int64_t rows, const bd_weight *, const float *norm_N,
+                              float eps, const float *residual_RN, float *out_RN); /* residual + norm(x W^T) */
 BD_API int bd_gated_inputs(bd_pool *, const float *x_RD, int64_t rows, const float *norm_D, float eps,
-                           const bd_weight *gate_up, float *out_RM);
+                           const bd_weight *gate_up, int gate, float *out_RM);
 BD_API int bd_gated_mlp(bd_pool *, const float *x_RD, int64_t rows, const float *norm_D, float eps,
-                        const bd_weight *gate_up, const bd_weight *down, float *out_RD);
+                        const bd_weight *gate_up, int gate, const bd_weight *down, float *out_RD);
 BD_API int bd_rope_append(bd_pool *, const float *qkv_RN, const bd_batch *, const bd_attention *, const bd_kv *,
                           const float *q_norm_C, const float *k_norm_C, float *q_RHC);
 BD_API int bd_attend(bd_pool *, const float *q_RHC, const bd_batch *, const bd_attention *, const bd_kv *,
                      float *out_RN);
 BD_API int bd_decode(bd_pool *, float *x_RD, int64_t hidden_size, const bd_layer *, int64_t layers, const bd_kv *,
-                     const bd_batch *, const bd_attention *); /* all layers, x in place */
+                     const bd_batch *, const bd_attention *kinds, int64_t count); /* all layers, x in place; the kinds
+                     differ in window, angles and scale alone */
+BD_API int bd_softcap(bd_pool *, float *logits_RV, int64_t rows, int64_t width, float cap); /* cap tanh(x / cap) */
 BD_API int bd_row_stats(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, int64_t *argmax_R,
                         float *max_R, float *log_sum_R);
 BD_API int bd_softmax(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, float *out_RV);

@@ -32,10 +32,13 @@ struct Kernels {
   // and residual are `width` apart, which is more than the outputs for a part of a weight.
   void (*linear)(const bd_weight &, const Layout &, const Rounded &, const float *bias, const float *residual, float *out,
                  int64_t width, int64_t from, int64_t to);
-  // Panels [from, to) of silu(gate) * up, out [R, M].
-  void (*gated)(const bd_weight &, const Layout &, const Rounded &, float *out, int64_t from, int64_t to);
-  // Rows [from, to) of silu(gate) * up where gate and up stand beside each other, [R, 2 M].
-  void (*gate_rows)(const float *gate_up, int64_t M, float *out, int64_t from, int64_t to);
+  // Panels [from, to) of act(gate) * up, out [R, M]; `gate` is a bd_gate.
+  void (*gated)(const bd_weight &, const Layout &, const Rounded &, int gate, float *out, int64_t from, int64_t to);
+  // Rows [from, to) of act(gate) * up where gate and up stand beside each other, [R, 2 M].
+  void (*gate_rows)(const float *gate_up, int64_t M, int gate, float *out, int64_t from, int64_t to);
+  // Rows [from, to) of out = residual + RMSNorm(x), [R, N]; residual may be out.
+  void (*add_normed)(const float *x, int64_t N, const float *norm, float eps, const float *residual, float *out, int64_t from,
+                     int64_t to);
   void (*unpack_row)(const bd_weight &, const Layout &, int64_t row, float *out);
   // Rows [from, to): rotate q and k, write k and v to the cache.
   void (*rope_rows)(const float *qkv, const bd_batch &, const bd_attention &, const bd_kv &, const float *q_norm,
@@ -47,6 +50,7 @@ struct Kernels {
   void (*merge)(const bd_attention &, const SplitRow *rows, const float *partial, float *out, int64_t from, int64_t to);
   void (*row_stats)(const float *logits, int64_t width, float scale, int64_t *argmax, float *largest, float *log_sum);
   void (*softmax)(const float *logits, int64_t width, float scale, float *out);
+  void (*softcap)(float *logits, int64_t width, float cap);
   float (*read)(const uint8_t *buffer, int64_t bytes);
   float (*busy_float)(int64_t rounds);  // 6 * 16 multiply-adds a round
 };

@@ -1,5 +1,7 @@
 #include "ops.h"
 
+#include <vector>
+
 namespace bd {
 
 Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K) {
@@ -63,17 +65,26 @@ void norm_linear(Team &team, const Rounded &room, const float *x, int64_t rows, 
 bool needs_pair(const bd_weight &gate_up) { return gate_up.next || gate_up.outputs / 2 % PANEL; }
 
 void gated_inputs(Team &team, const Rounded &room, const float *x, int64_t rows, const float *norm, float eps,
-                  const bd_weight &w, float *gate_up_rows, float *out) {
+                  const bd_weight &w, int gate, float *gate_up_rows, float *out) {
   const Rounded rounded = round_inputs(team, room, x, rows, norm, eps, w);
   const int64_t M = outputs_of(w) / 2;
   if (!needs_pair(w)) {
     const Layout l(w);
     team.share(M / PANEL, panel_chunk(M / PANEL, team.pool.threads()),
-               [&](int64_t from, int64_t to) { team.kernels().gated(w, l, rounded, out, from, to); });
+               [&](int64_t from, int64_t to) { team.kernels().gated(w, l, rounded, gate, out, from, to); });
   } else {
     multiply(team, rounded, w, nullptr, nullptr, gate_up_rows);
-    team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().gate_rows(gate_up_rows, M, out, from, to); });
+    team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().gate_rows(gate_up_rows, M, gate, out, from, to); });
   }
+}
+
+void linear_norm_add(Team &team, const Rounded &room, const float *x, int64_t rows, const bd_weight &w, const float *norm,
+                     float eps, const float *residual, float *product, float *out) {
+  const Rounded rounded = round_inputs(team, room, x, rows, nullptr, 0, w);
+  multiply(team, rounded, w, nullptr, nullptr, product);
+  team.share(rows, 1, [&](int64_t from, int64_t to) {
+    team.kernels().add_normed(product, outputs_of(w), norm, eps, residual, out, from, to);
+  });
 }
 
 void rope_append(Team &team, const float *qkv, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
@@ -95,39 +106,51 @@ void attend(Team &team, const AttentionPlan &plan, const float *q, const bd_batc
 }
 
 void decode(Pool &pool, const Decode &d) {
-  const int64_t rows = d.batch.rows, D = d.hidden_size, width = d.attention.heads * d.attention.head_dim;
-  const int64_t qkv_width = width + 2 * d.attention.kv_heads * d.attention.head_dim;
-  int64_t inner = 0, paired = 0, widest = D > width ? D : width;
+  const bd_attention &heads = d.kinds[0];  // as many, and as large, in all kinds
+  const int64_t rows = d.batch.rows, D = d.hidden_size, width = heads.heads * heads.head_dim;
+  const int64_t qkv_width = width + 2 * heads.kv_heads * heads.head_dim;
+  int64_t inner = 0, paired = 0, projected = 0, widest = D > width ? D : width, partials = 0;
   for (int64_t i = 0; i < d.count; i++) {
-    const bd_weight &gate_up = d.layers[i].gate_up;
-    const int64_t M = outputs_of(gate_up) / 2;
+    const bd_layer &layer = d.layers[i];
+    const int64_t M = outputs_of(layer.gate_up) / 2;
     inner = M > inner ? M : inner;
-    if (needs_pair(gate_up) && M > paired) paired = M;
+    if (needs_pair(layer.gate_up) && M > paired) paired = M;
+    if (layer.o_norm || layer.down_norm) projected = D;
   }
   widest = inner > widest ? inner : widest;
-  const AttentionPlan plan(d.batch, d.attention, pool.threads());
+  std::vector<AttentionPlan> plans;
+  for (int64_t k = 0; k < d.kind_count; k++) {
+    plans.emplace_back(d.batch, d.kinds[k], pool.threads());
+    partials = plans.back().partial > partials ? plans.back().partial : partials;
+  }
   Rounded room;
-  float *qkv, *q, *mixed, *partial, *gate, *pair;
+  float *qkv, *q, *mixed, *partial, *gate, *pair, *product;
   take_scratch(pool, [&](Carver &memory) {
     room = carve_rounded(memory, rows, widest);
     qkv = memory.take<float>(rows * qkv_width);
     q = memory.take<float>(rows * width);
     mixed = memory.take<float>(rows * width);
-    partial = memory.take<float>(plan.partial);
+    partial = memory.take<float>(partials);
     gate = memory.take<float>(rows * inner);
     pair = memory.take<float>(rows * 2 * paired);
+    product = memory.take<float>(rows * projected);
   });
-  const float eps = d.attention.eps;
+  const float eps = heads.eps;
   pool.run([&](Team &team) {
+    const auto add = [&](const float *inputs, const bd_weight &w, const float *norm) {  // to x, what w makes of the inputs
+      if (norm) linear_norm_add(team, room, inputs, rows, w, norm, eps, d.x, product, d.x);
+      else norm_linear(team, room, inputs, rows, nullptr, 0, w, nullptr, d.x, d.x);
+    };
     for (int64_t i = 0; i < d.count; i++) {
       const bd_layer &layer = d.layers[i];
+      const bd_attention &kind = d.kinds[layer.attention];
       const bd_kv &kv = d.kv[i];
       norm_linear(team, room, d.x, rows, layer.input_norm, eps, layer.qkv, layer.qkv_bias, nullptr, qkv);
-      rope_append(team, qkv, d.batch, d.attention, kv, layer.q_norm, layer.k_norm, q);
-      attend(team, plan, q, d.batch, d.attention, kv, partial, mixed);
-      norm_linear(team, room, mixed, rows, nullptr, 0, layer.o, nullptr, d.x, d.x);
-      gated_inputs(team, room, d.x, rows, layer.mlp_norm, eps, layer.gate_up, pair, gate);
-      norm_linear(team, room, gate, rows, nullptr, 0, layer.down, nullptr, d.x, d.x);
+      rope_append(team, qkv, d.batch, kind, kv, layer.q_norm, layer.k_norm, q);
+      attend(team, plans[(size_t)layer.attention], q, d.batch, kind, kv, partial, mixed);
+      add(mixed, layer.o, layer.o_norm);
+      gated_inputs(team, room, d.x, rows, layer.mlp_norm, eps, layer.gate_up, layer.gate, pair, gate);
+      add(gate, layer.down, layer.down_norm);
     }
   });
 }

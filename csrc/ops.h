@@ -48,9 +48,12 @@ void norm_linear(Team &, const Rounded &, const float *x, int64_t rows, const fl
 // Whether gate and up have to stand beside each other before they meet: they lie in different panels otherwise, or are
 // stored in different ways.
 bool needs_pair(const bd_weight &gate_up);
-// silu(gate) * up of the normalised rows; gate_up_rows [R, 2 M] is used where the above holds.
+// act(gate) * up of the normalised rows; gate_up_rows [R, 2 M] is used where the above holds.
 void gated_inputs(Team &, const Rounded &, const float *x, int64_t rows, const float *norm, float eps, const bd_weight &,
-                  float *gate_up_rows, float *out);
+                  int gate, float *gate_up_rows, float *out);
+// residual + RMSNorm(x W^T); product [R, N] is used on the way, residual may be out.
+void linear_norm_add(Team &, const Rounded &, const float *x, int64_t rows, const bd_weight &, const float *norm, float eps,
+                     const float *residual, float *product, float *out);
 
 void rope_append(Team &, const float *qkv, const bd_batch &, const bd_attention &, const bd_kv &, const float *q_norm,
                  const float *k_norm, float *q);
@@ -65,7 +68,8 @@ struct Decode {  // all layers of a model on one batch
   int64_t count;
   const bd_kv *kv;
   const bd_batch &batch;
-  const bd_attention &attention;
+  const bd_attention *kinds;  // the layers' bd_attention
+  int64_t kind_count;
 };
 void decode(Pool &, const Decode &);
 

@@ -36,8 +36,32 @@ def pieces() -> list[str]:
     return [*SPECIAL, *alphabet(), *(m.replace(" ", "") for m in MERGES)]
 
 
+_SWITCHES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "rope_theta": 1e6,
+        "local_rope_theta": 1e4,
+        "sliding_window": 16,
+        "full_layers": (5,),
+        "num_layers": 7,
+        "post_norms": True,
+        "gate": "gelu_tanh",
+        "embedding_scale": 32**0.5,
+        "query_scale": 8**-0.5,
+    },
+    "phi3": {
+        "rotary_dim": 6,
+        "rope_factors": (1.0, 1.5, 2.0),
+        "rope_long_factors": (1.0, 3.0, 8.0),
+        "rope_original_context": 32,
+        "rope_scale": 1.25,
+        "sliding_window": 100,
+        "tied_head": False,
+    },
+}
+
+
 def config(family: str = "llama", **changes: Any) -> ModelConfig:
-    """A model of two layers, four heads over two KV heads, heads of 8 channels."""
+    """A model of two layers, four heads over two KV heads, heads of 8 channels; Gemma 3 of seven layers."""
     sizes: dict[str, Any] = {
         "family": family,
         "vocab_size": len(pieces()) + 3,
@@ -51,9 +75,9 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "rope_theta": 10000.0,
         "context_length": 128,
         "attention_bias": family == "qwen2",
-        "qk_norm": family == "qwen3",
+        "qk_norm": family in ("gemma3", "qwen3"),
     }
-    return ModelConfig(**sizes | changes)
+    return ModelConfig(**sizes | _SWITCHES.get(family, {}) | changes)
 
 
 def weights(of: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -80,15 +104,23 @@ _TO_GGUF = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+_TO_GEMMA = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 
 
-def to_gguf_name(name: str) -> str:
+def to_gguf_name(name: str, family: str = "llama") -> str:
     """llama.cpp's name of a tensor, spelled out apart from the code under test."""
     stem, _, kind = name.rpartition(".")
     if stem.startswith("model.layers."):
         number, _, part = stem.removeprefix("model.layers.").partition(".")
-        return f"blk.{number}.{_TO_GGUF[part]}.{kind}"
+        names = _TO_GGUF | (_TO_GEMMA if family == "gemma3" else {})
+        return f"blk.{number}.{names[part]}.{kind}"
     return f"{_TO_GGUF[stem]}.{kind}"
 
 
@@ -97,6 +129,31 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     size = rows.shape[0] // heads
     order = [h * size + half * (size // 2) + c for h in range(heads) for c in range(size // 2) for half in (0, 1)]
     return np.ascontiguousarray(rows[order])
+
+
+def fused(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors with q, k, v and gate, up as one each, as Phi-3's files have them."""
+    made: dict[str, torch.Tensor] = {}
+    joined = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+    joined |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2]
+        whole = name.replace(f".{part}.", f".{joined[part]}.") if part in joined else name
+        made[whole] = torch.cat([made[whole], tensor]) if whole in made else tensor
+    return made
+
+
+def _write_rope(writer: gguf.GGUFWriter, of: ModelConfig) -> None:
+    """Windows, channels that turn and LongRoPE, where a model has them."""
+    if of.sliding_window is not None:
+        writer.add_sliding_window(of.sliding_window)
+    if of.rotary_dim is not None:
+        writer.add_rope_dimension_count(of.rotary_dim)
+    if of.rope_long_factors is not None and of.rope_original_context is not None:
+        writer.add_rope_scaling_orig_ctx_len(of.rope_original_context)
+        writer.add_rope_scaling_attn_factors(of.rope_scale)
+        writer.add_tensor("rope_factors_short.weight", np.array(of.rope_factors, np.float32))
+        writer.add_tensor("rope_factors_long.weight", np.array(of.rope_long_factors, np.float32))
 
 
 def byte_level_metadata(writer: gguf.GGUFWriter, pre: str = "gpt-2") -> None:
@@ -137,14 +194,16 @@ def write_gguf(
     writer.add_key_length(of.head_dim)
     writer.add_layer_norm_rms_eps(of.norm_eps)
     writer.add_rope_freq_base(of.rope_theta)
+    _write_rope(writer, of)
     vocabulary(writer)
-    for name, tensor in (weights(of) if tensors is None else tensors).items():
+    tensors = weights(of) if tensors is None else tensors
+    for name, tensor in (fused(tensors) if of.family == "phi3" else tensors).items():
         values = tensor.numpy() if name not in (blocks or {}) else (blocks or {})[name]
         if of.family == "llama" and (".q_proj." in name or ".k_proj." in name):
             values = interleaved(values, of.num_heads if ".q_proj." in name else of.num_kv_heads)
         kind = (types or {}).get(name)
         if kind is None:
-            writer.add_tensor(to_gguf_name(name), values)
+            writer.add_tensor(to_gguf_name(name, of.family), values)
         elif name in (blocks or {}):
             writer.add_tensor(to_gguf_name(name), values, raw_dtype=kind)
         else:

@@ -26,7 +26,7 @@ from bitdraft.engine import engine
 from bitdraft.formats import FORMATS, Recipe, get_format
 from bitdraft.measure import trace
 from bitdraft.measure.workload import WORKLOADS, load_workload
-from bitdraft.models.config import ModelConfig
+from bitdraft.models.hf_config import config_from_hf
 from bitdraft.models.registry import KNOWN_MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -184,7 +184,7 @@ def tiny_model(folder: Path, layers: int) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2, "intermediate_size": 32}
     raw = {"model_type": "llama", "vocab_size": 257, "max_position_embeddings": 4096, "eos_token_id": 256, **sizes}
     (folder / "config.json").write_text(json.dumps(raw))
-    shapes = {f"{name}.weight": shape for name, shape in ModelConfig.from_hf(raw, "tiny").linear_shapes().items()}
+    shapes = {f"{name}.weight": shape for name, shape in config_from_hf(raw, "tiny").linear_shapes().items()}
     shapes["model.embed_tokens.weight"] = (257, 32)
     tensors = {
         name: torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()))) * 0.2

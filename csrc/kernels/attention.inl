@@ -313,7 +313,7 @@ void attend_item(const float *q, const bd_batch &batch, const bd_attention &shap
   s.count = (int)(item.to - item.from);
   s.width = bd::padded_head(C);
   const int64_t stride = s.width + 16;
-  const Vec scale = vec_set(1.0f / sqrtf((float)C));
+  const Vec scale = vec_set(shape.scale > 0 ? shape.scale : 1.0f / sqrtf((float)C));
   auto head_of = [&](int i) { return item.head * G + (item.from + i) % G; };
   auto row_of = [&](int i) { return (item.from + i) / G; };
   for (int i = 0; i < s.count; i++)

@@ -294,9 +294,17 @@ void linear(const bd_weight &w, const Layout &l, const Rounded &x, const float *
   }
 }
 
-inline Vec silu(Vec a) { return vec_div(a, vec_add(vec_set(1.0f), vec_exp(vec_sub(vec_zero(), a)))); }
+/// a sigmoid(t): SiLU for t = a, and GELU's tanh form for t = 2 sqrt(2 / pi) (a + 0.044715 a^3).
+inline Vec activate(int gate, Vec a) {
+  Vec t = a;
+  if (gate == BD_GATE_GELU_TANH) {
+    const Vec cubic = vec_fma(vec_mul(a, a), vec_set(0.044715f), vec_set(1.0f));
+    t = vec_mul(vec_mul(a, cubic), vec_set(1.5957691216f));
+  }
+  return vec_div(a, vec_add(vec_set(1.0f), vec_exp(vec_sub(vec_zero(), t))));
+}
 
-void gated(const bd_weight &w, const Layout &l, const Rounded &x, float *out, int64_t from, int64_t to) {
+void gated(const bd_weight &w, const Layout &l, const Rounded &x, int gate_kind, float *out, int64_t from, int64_t to) {
   const Form form = form_of(w);
   const Blocks block(w);
   const int64_t M = w.outputs / 2;
@@ -308,16 +316,28 @@ void gated(const bd_weight &w, const Layout &l, const Rounded &x, float *out, in
       products(form, w, l, p, panels, x, row, rows, gate);
       products(form, w, l, M / 16 + p, panels, x, row, rows, up);
       for (int i = 0; i < panels * rows; i++)
-        vec_store(out + (row + i % rows) * M + (p + i / rows) * 16, vec_mul(silu(gate[i]), up[i]));
+        vec_store(out + (row + i % rows) * M + (p + i / rows) * 16, vec_mul(activate(gate_kind, gate[i]), up[i]));
     }
   }
 }
 
-void gate_rows(const float *gate_up, int64_t M, float *out, int64_t from, int64_t to) {
+void gate_rows(const float *gate_up, int64_t M, int gate_kind, float *out, int64_t from, int64_t to) {
   for (int64_t row = from; row < to; row++) {
     const float *gate = gate_up + row * 2 * M, *up = gate + M;
     for (int64_t i = 0; i < M; i += 16)
-      store_some(out + row * M + i, vec_mul(silu(load_padded(gate, i, M)), load_padded(up, i, M)), M - i);
+      store_some(out + row * M + i, vec_mul(activate(gate_kind, load_padded(gate, i, M)), load_padded(up, i, M)), M - i);
+  }
+}
+
+void add_normed(const float *x, int64_t N, const float *norm, float eps, const float *residual, float *out, int64_t from,
+                int64_t to) {
+  for (int64_t row = from; row < to; row++) {
+    const float *y = x + row * N, *before = residual + row * N;
+    const Vec r = vec_set(inverse_rms(y, N, eps));
+    for (int64_t i = 0; i < N; i += 16) {
+      const Vec v = vec_mul(vec_mul(load_padded(y, i, N), r), load_padded(norm, i, N));
+      store_some(out + row * N + i, vec_add(load_padded(before, i, N), v), N - i);
+    }
   }
 }
 

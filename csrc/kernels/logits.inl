@@ -37,4 +37,17 @@ void softmax(const float *logits, int64_t width, float scale, float *out) {
   }
 }
 
+/// cap tanh(logit / cap), in place: tanh z = sign(z) (1 - e) / (1 + e) with e = e^(-2 |z|). What is no finite number stays
+/// as it is, for whoever looks for such.
+void softcap(float *logits, int64_t width, float cap) {
+  const Vec by = vec_set(2.0f / cap), one = vec_set(1.0f), up = vec_set(cap), down = vec_set(-cap);
+  for (int64_t i = 0; i < width; i += 16) {
+    const Vec x = load_padded(logits, i, width);
+    const Vec e = vec_exp(vec_sub(vec_zero(), vec_mul(vec_abs(x), by)));
+    const Vec share = vec_div(vec_sub(one, e), vec_add(one, e));
+    const Vec y = vec_mul(share, vec_below(x, vec_zero(), down, up));
+    store_some(logits + i, vec_below(vec_abs(x), vec_set(INFINITY), y, x), width - i);
+  }
+}
+
 }  // namespace

@@ -65,10 +65,11 @@ void write_token(const bd_kv &kv, int64_t slot, int64_t head, int64_t J, int64_t
   }
 }
 
-/// One head: RMSNorm unless norm is NULL, then channel c and channel c + C / 2 turn by the c-th angle.
-void rotate_head(const float *x, int64_t C, const float *norm, float eps, const float *cosines, const float *sines,
-                 float *out) {
-  const int64_t half = C / 2;
+/// One head: RMSNorm unless norm is NULL, then channel c and channel c + rotated / 2 turn by the c-th angle. Channels from
+/// `rotated` on stay.
+void rotate_head(const float *x, int64_t C, int64_t rotated, const float *norm, float eps, const float *cosines,
+                 const float *sines, float *out) {
+  const int64_t half = rotated / 2;
   const Vec r = vec_set(norm ? inverse_rms(x, C, eps) : 1.0f);
   for (int64_t c = 0; c < half; c += 16) {
     Vec first = load_padded(x, c, half), second = load_padded(x + half, c, half);
@@ -80,20 +81,24 @@ void rotate_head(const float *x, int64_t C, const float *norm, float eps, const 
     store_padded(out + c, vec_sub(vec_mul(first, turn), vec_mul(second, lift)), half - c);
     store_padded(out + half + c, vec_add(vec_mul(second, turn), vec_mul(first, lift)), half - c);
   }
+  for (int64_t c = rotated; c < C; c += 16) {
+    const Vec v = load_padded(x, c, C);
+    store_padded(out + c, norm ? vec_mul(vec_mul(v, r), load_padded(norm, c, C)) : v, C - c);
+  }
 }
 
 void rope_rows(const float *qkv, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv, const float *q_norm,
                const float *k_norm, float *q_out, int64_t from, int64_t to) {
-  const int64_t H = shape.heads, J = shape.kv_heads, C = shape.head_dim;
+  const int64_t H = shape.heads, J = shape.kv_heads, C = shape.head_dim, rotated = shape.rotated ? shape.rotated : C;
   float key[bd::MAX_HEAD_DIM];
   for (int64_t row = from; row < to; row++) {
     const float *x = qkv + row * (H + 2 * J) * C;
-    const int64_t angles = batch.positions[row] * (C / 2), slot = batch.slots[row];
+    const int64_t angles = batch.positions[row] * (rotated / 2), slot = batch.slots[row];
     const float *cosines = shape.cos + angles, *sines = shape.sin + angles;
     for (int64_t h = 0; h < H; h++)
-      rotate_head(x + h * C, C, q_norm, shape.eps, cosines, sines, q_out + (row * H + h) * C);
+      rotate_head(x + h * C, C, rotated, q_norm, shape.eps, cosines, sines, q_out + (row * H + h) * C);
     for (int64_t j = 0; j < J; j++) {
-      rotate_head(x + (H + j) * C, C, k_norm, shape.eps, cosines, sines, key);
+      rotate_head(x + (H + j) * C, C, rotated, k_norm, shape.eps, cosines, sines, key);
       const float *value = x + (H + J + j) * C;
       if (kv.dtype == BD_KV_F32) write_token<float>(kv, slot, j, J, C, key, value);
       else if (kv.dtype == BD_KV_BF16) write_token<uint16_t>(kv, slot, j, J, C, key, value);

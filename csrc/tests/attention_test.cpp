@@ -20,6 +20,7 @@ void check(bool ok, const char *what, const std::string &where) { test::check(ok
 struct Shape {
   int64_t H, J, C, window;
   int dtype;
+  int64_t turned = 0;  // channels that rotary positions turn; 0 for all
   std::string name() const {
     const char *kinds[] = {"f32", "bf16", "int8"};
     return "H " + std::to_string(H) + ", J " + std::to_string(J) + ", C " + std::to_string(C) + ", window " +
@@ -55,12 +56,12 @@ class World {
     value_scales_.assign(size, NAN);
     kv = {s.dtype, blocks, keys_.data(), values_.data(), key_scales_.data(), value_scales_.data()};
     for (int64_t p = 0; p < tokens; p++)
-      for (int64_t c = 0; c < s.C / 2; c++) {
-        const double angle = (double)p * std::pow(10000.0, -2.0 * (double)c / (double)s.C);
+      for (int64_t c = 0, turned = s.turned ? s.turned : s.C; c < turned / 2; c++) {
+        const double angle = (double)p * std::pow(10000.0, -2.0 * (double)c / (double)turned);
         cos_.push_back((float)std::cos(angle));
         sin_.push_back((float)std::sin(angle));
       }
-    attention = {s.H, s.J, s.C, s.window, tokens, cos_.data(), sin_.data(), 1e-6f};
+    attention = {s.H, s.J, s.C, s.window, tokens, cos_.data(), sin_.data(), 1e-6f, 0, s.turned};
     if (norms) q_norm = random(s.C), k_norm = random(s.C);
     qkv = random(sequences * tokens * (s.H + 2 * s.J) * s.C);
     q.resize(sequences * tokens * s.H * s.C);
@@ -189,22 +190,23 @@ class World {
   std::vector<float> key_scales_, value_scales_, cos_, sin_;
 };
 
-std::vector<double> rotated(const float *x, int64_t C, int64_t position, const std::vector<float> &norm) {
+std::vector<double> rotated(const float *x, int64_t C, int64_t turned, int64_t position, const std::vector<float> &norm) {
   double squares = 0;
   for (int64_t c = 0; c < C; c++) squares += (double)x[c] * x[c];
   const double by = norm.empty() ? 1 : 1 / std::sqrt(squares / (double)C + 1e-6);
   auto at = [&](int64_t c) { return x[c] * by * (norm.empty() ? 1 : norm[c]); };
   std::vector<double> out(C);
-  for (int64_t c = 0; c < C / 2; c++) {
-    const double angle = (double)position * std::pow(10000.0, -2.0 * (double)c / (double)C);
-    out[c] = at(c) * std::cos(angle) - at(c + C / 2) * std::sin(angle);
-    out[c + C / 2] = at(c + C / 2) * std::cos(angle) + at(c) * std::sin(angle);
+  for (int64_t c = 0; c < C; c++) out[c] = at(c);
+  for (int64_t c = 0, half = turned / 2; c < half; c++) {
+    const double angle = (double)position * std::pow(10000.0, -2.0 * (double)c / (double)turned);
+    out[c] = at(c) * std::cos(angle) - at(c + half) * std::sin(angle);
+    out[c + half] = at(c + half) * std::cos(angle) + at(c) * std::sin(angle);
   }
   return out;
 }
 
 void test_rope(const bd::Kernels &kernels, Shape shape, bool norms) {
-  const int64_t tokens = 37, H = shape.H, J = shape.J, C = shape.C;
+  const int64_t tokens = 37, H = shape.H, J = shape.J, C = shape.C, turned = shape.turned ? shape.turned : C;
   const World world(kernels, shape, 2, tokens, norms);
   const std::string name = std::string(kernels.name) + " rope, " + shape.name() + (norms ? ", norms" : "");
   for (int64_t s = 0; s < 2; s++)
@@ -212,12 +214,12 @@ void test_rope(const bd::Kernels &kernels, Shape shape, bool norms) {
       const int64_t row = s * tokens + p;
       const float *x = world.qkv.data() + row * (H + 2 * J) * C;
       for (int64_t h = 0; h < H; h++) {
-        const auto want = rotated(x + h * C, C, p, world.q_norm);
+        const auto want = rotated(x + h * C, C, turned, p, world.q_norm);
         for (int64_t c = 0; c < C; c++)
           check(std::fabs(world.q[(row * H + h) * C + c] - want[c]) < TOLERANCE, "a query", name);
       }
       for (int64_t j = 0; j < J; j++) {
-        const auto key = rotated(x + (H + j) * C, C, p, world.k_norm);
+        const auto key = rotated(x + (H + j) * C, C, turned, p, world.k_norm);
         const float *value = x + (H + J + j) * C;
         double largest_key = 0, largest_value = 0;
         for (int64_t c = 0; c < C; c++) {
@@ -328,7 +330,7 @@ void test_plan() {
     const int64_t rows = (int64_t)positions.size(), G = c.H / c.J;
     const int64_t sequences = (int64_t)c.feeds.size();
     const bd_batch batch = {rows, sequences, positions.data(), nullptr, starts.data(), nullptr, nullptr, nullptr};
-    const bd_attention shape = {c.H, c.J, c.C, c.window, 0, nullptr, nullptr, 0};
+    const bd_attention shape = {c.H, c.J, c.C, c.window, 0, nullptr, nullptr, 0, 0, 0};
     const bd::AttentionPlan plan(batch, shape, 2);
     const std::string name = "plan of " + std::to_string(rows) + " rows";
     check(plan.items.size() >= c.least, "too few items", name);
@@ -360,6 +362,10 @@ void test_kernels(const bd::Kernels &kernels) {
   for (const int dtype : {BD_KV_F32, BD_KV_BF16, BD_KV_INT8}) {
     for (const bool norms : {false, true})
       for (const int64_t C : {2, 8, 20, 64, 80, 128}) test_rope(kernels, {6, 2, C, 0, dtype}, norms);
+    for (const bool norms : {false, true}) {  // Phi-4's 96 of 128, and a rest that is no whole vector
+      test_rope(kernels, {6, 2, 128, 0, dtype, 96}, norms);
+      test_rope(kernels, {6, 2, 20, 0, dtype, 6}, norms);
+    }
     for (const int64_t C : {2, 8, 20, 64, 80, 128})
       for (const int64_t window : {0, 40})
         test_agreement(kernels, {6, 2, C, window, dtype}, 90, {{0, 11, 5}, {1, 1, 1}, {2, 90, 90}, {0, 33, 2}});

@@ -20,6 +20,7 @@ struct Model {
   std::vector<int64_t> inner;  // of each layer
   bool extras;                 // bias of q, k and v; norms of q and k
   bool parts = false;          // the second half of qkv and of gate_up is stored as `SECOND`
+  bool gemma = false;  // norms after o and down, a gate of GELU, and two kinds of attention: see KINDS
 };
 const Form SECOND = {"int8", BD_INT8, BD_GRID_SYM, 32};
 
@@ -29,6 +30,8 @@ const Model MODELS[] = {
     {"bf16", {"bf16", BD_BF16, BD_GRID_NONE, 0}, BD_ACT_BF16, BD_KV_BF16, {64, 20}, true},
     {"fp8", {"e4m3", BD_E4M3, BD_GRID_NONE, 0}, BD_ACT_E4M3, BD_KV_F32, {48}, false},
     {"parts", {"int4", BD_INT4, BD_GRID_MIN, 32}, BD_ACT_INT8, BD_KV_BF16, {96, 160}, true, true},
+    {"gemma", {"int4", BD_INT4, BD_GRID_SYM, 32}, BD_ACT_INT8, BD_KV_BF16, {96, 160, 96}, true, false, true},
+    {"gemma of float inputs", {"bf16", BD_BF16, BD_GRID_NONE, 0}, BD_ACT_BF16, BD_KV_F32, {20, 64}, false, false, true},
     {"parts of float inputs", {"int5", BD_INT5, BD_GRID_SYM, 32}, BD_ACT_BF16, BD_KV_BF16, {160, 96}, false, true},
 };
 
@@ -126,6 +129,10 @@ class Decoder {
                         .qkv_bias = model.extras ? vector((H + 2 * J) * C, 1) : nullptr,
                         .q_norm = model.extras ? vector(C, 1) : nullptr,
                         .k_norm = model.extras ? vector(C, 1) : nullptr,
+                        .o_norm = model.gemma ? vector(D, 0.5f) : nullptr,
+                        .down_norm = model.gemma && layers.size() != 1 ? vector(D, 0.5f) : nullptr,
+                        .gate = model.gemma ? BD_GATE_GELU_TANH : BD_GATE_SILU,
+                        .attention = model.gemma && layers.size() == 1 ? 1 : 0,
                         .qkv = fused((H + 2 * J) * C, D),
                         .o = weight(D, H * C),
                         .gate_up = fused(2 * M, D),
@@ -137,13 +144,24 @@ class Decoder {
                  .rotary_positions = POSITIONS,
                  .cos = cos_.data(),
                  .sin = sin_.data(),
-                 .eps = EPS};
+                 .eps = EPS,
+                 .scale = 0,
+                 .rotated = 0};
+    kinds = {attention};
+    if (model.gemma) {  // layer 1 sees all, and turns 6 channels by other angles; the others see 33 positions
+      kinds = {attention, attention};
+      kinds[0].window = 33;
+      kinds[0].scale = 0.3f;
+      kinds[1].rotated = 6;
+      std::swap(kinds[1].cos, kinds[1].sin);
+    }
   }
 
   void at_once(bd_pool *pool, float *x, const Batch &batch, Cache &cache) const {
     const bd_batch b = batch.view();
     const std::vector<bd_kv> kv = cache.layers();
-    const int code = bd_decode(pool, x, D, layers.data(), (int64_t)layers.size(), kv.data(), &b, &attention);
+    const int code = bd_decode(pool, x, D, layers.data(), (int64_t)layers.size(), kv.data(), &b, kinds.data(),
+                               (int64_t)kinds.size());
     check(code == BD_OK, "bd_decode: %s", bd_error());
   }
 
@@ -157,19 +175,25 @@ class Decoder {
       std::vector<float> qkv((size_t)(R * (H + 2 * J) * C)), q((size_t)(R * H * C)), mixed(q.size()),
           y((size_t)(R * D)), inner((size_t)(R * M)), z(y.size()), other(y.size());
       bd_norm_linear(pool, x, R, l.input_norm, EPS, &l.qkv, l.qkv_bias, qkv.data());
-      bd_rope_append(pool, qkv.data(), &b, &attention, &kv[i], l.q_norm, l.k_norm, q.data());
-      bd_attend(pool, q.data(), &b, &attention, &kv[i], mixed.data());
-      bd_linear_add(pool, mixed.data(), R, &l.o, x, y.data());
-      bd_gated_inputs(pool, y.data(), R, l.mlp_norm, EPS, &l.gate_up, inner.data());
-      bd_linear_add(pool, inner.data(), R, &l.down, y.data(), z.data());
-      bd_gated_mlp(pool, y.data(), R, l.mlp_norm, EPS, &l.gate_up, &l.down, other.data());
-      check(z == other, "layer %zu: bd_gated_mlp differs from its two halves", i);
+      const bd_attention &kind = kinds[(size_t)l.attention];
+      bd_rope_append(pool, qkv.data(), &b, &kind, &kv[i], l.q_norm, l.k_norm, q.data());
+      bd_attend(pool, q.data(), &b, &kind, &kv[i], mixed.data());
+      const auto add = [&](const float *in, const bd_weight &w, const float *norm, const float *before, float *out) {
+        if (norm) bd_linear_norm_add(pool, in, R, &w, norm, EPS, before, out);
+        else bd_linear_add(pool, in, R, &w, before, out);
+      };
+      add(mixed.data(), l.o, l.o_norm, x, y.data());
+      bd_gated_inputs(pool, y.data(), R, l.mlp_norm, EPS, &l.gate_up, l.gate, inner.data());
+      add(inner.data(), l.down, l.down_norm, y.data(), z.data());
+      bd_gated_mlp(pool, y.data(), R, l.mlp_norm, EPS, &l.gate_up, l.gate, &l.down, other.data());
+      check(l.down_norm || z == other, "layer %zu: bd_gated_mlp differs from its two halves", i);
       std::copy(z.begin(), z.end(), x);
     }
   }
 
   std::vector<bd_layer> layers;
   bd_attention attention;
+  std::vector<bd_attention> kinds;
 
  private:
   std::vector<std::unique_ptr<Weight>> weights_;

@@ -162,6 +162,20 @@ void products(const Pools &pools, Form form, int activation, int64_t N, int64_t 
     return y;
   };
   verify(pools, {"linear_add " + name, K, N, 0.05, sum, sum_expected}, many ? MANY : FEW, random);
+
+  const std::vector<float> after = normals(N, random);  // a norm of the product, before the sum
+  const auto normed = [&](bd_pool *pool, const float *x, int64_t first, int64_t rows, float *out) {
+    const std::vector<float> all = rows == 1 ? std::vector<float>() : repeated(residual, rows);
+    if (rows > 1) std::copy(all.begin(), all.end(), out);
+    const float *before = rows == 1 ? residual.data() + first * N : out;
+    return bd_linear_norm_add(pool, x, rows, &w.packed, after.data(), 1e-3f, before, out);
+  };
+  const auto normed_expected = [&](const float *x, int64_t row) {
+    Estimates y = test::normalised(test::product(w, test::rounded(test::exactly(x, K), activation)), after.data(), 1e-3f);
+    test::add(y, residual.data() + row * N);
+    return y;
+  };
+  verify(pools, {"linear_norm_add " + name, K, N, 0.2, normed, normed_expected}, many ? MANY : FEW, random);
 }
 
 /// A weight of three parts, each of its own format, as q, k and v of a GGUF file may be.
@@ -191,7 +205,7 @@ void parts(const Pools &pools, int activation) {
 }
 
 /// bd_gated_mlp and bd_gated_inputs, M inner units; `down` of another format where M does not fit.
-void mlp(const Pools &pools, Form form, Form down_form, int activation, int64_t D, int64_t M) {
+void mlp(const Pools &pools, Form form, Form down_form, int activation, int gate, int64_t D, int64_t M) {
   test::Random random((uint64_t)(form.codec * 1009 + form.grid * 101 + activation * 11 + M));
   const int inner_activation = down_form.floats() ? BD_ACT_BF16 : activation;
   const Weight gate_up(pools.of[1], form, activation, 2 * M, D, form.grid == BD_GRID_NONE, random);
@@ -204,15 +218,16 @@ void mlp(const Pools &pools, Form form, Form down_form, int activation, int64_t 
   const std::vector<Batch> batches = {{1, {2, 5, 9}}, {2, {33}}, {3, {3}}};
 
   const auto inputs = [&](bd_pool *pool, const float *x, int64_t, int64_t rows, float *out) {
-    return bd_gated_inputs(pool, x, rows, norm.data(), eps, &gate_up.packed, out);
+    return bd_gated_inputs(pool, x, rows, norm.data(), eps, &gate_up.packed, gate, out);
   };
   const auto inputs_expected = [&](const float *x, int64_t) {
-    return test::gated(test::product(gate_up, test::rounded(test::normalised(x, norm.data(), eps, D), activation)));
+    const Estimates in = test::rounded(test::normalised(x, norm.data(), eps, D), activation);
+    return test::gated(test::product(gate_up, in), gate);
   };
   verify(pools, {"gated_inputs " + name, D, M, 0.05, inputs, inputs_expected}, batches, random);
 
   const auto whole = [&](bd_pool *pool, const float *x, int64_t, int64_t rows, float *out) {
-    return bd_gated_mlp(pool, x, rows, norm.data(), eps, &gate_up.packed, &down.packed, out);
+    return bd_gated_mlp(pool, x, rows, norm.data(), eps, &gate_up.packed, gate, &down.packed, out);
   };
   const auto whole_expected = [&](const float *x, int64_t row) {
     Estimates y = test::product(down, test::rounded(inputs_expected(x, row), inner_activation));
@@ -231,8 +246,10 @@ void format(const Pools &pools, Form form, int activation) {
   }
   const int64_t wide = form.unit() > 96 ? 256 : 96, M = form.unit() > 64 ? form.unit() : 64;
   products(pools, form, activation, 40, form.unit() == 64 ? 128 : wide, true);
-  mlp(pools, form, form, activation, M, M);
-  mlp(pools, form, FORMS[1], activation, M, 20);
+  for (const int gate : {BD_GATE_SILU, BD_GATE_GELU_TANH}) {
+    mlp(pools, form, form, activation, gate, M, M);
+    mlp(pools, form, FORMS[1], activation, gate, M, 20);
+  }
 }
 
 }  // namespace

@@ -210,6 +210,19 @@ inline Estimates normalised(const float *x, const float *norm, float eps, int64_
   return y;
 }
 
+/// The same of numbers with bounds: r is off by the share that the errors have in the mean square.
+inline Estimates normalised(const Estimates &x, const float *norm, float eps) {
+  double squares = 0, moved = 0;
+  for (const Estimate &e : x) squares += e.value * e.value, moved += (std::fabs(e.value) + e.error) * e.error;
+  const double K = (double)x.size(), mean = squares / K + eps, r = 1 / std::sqrt(mean);
+  Estimates y;
+  for (const Estimate &e : x) {
+    const double by = r * *norm++, v = e.value * by, share = moved / K / mean;
+    y.push_back({v, e.error * std::fabs(by) * (1 + share) + std::fabs(v) * (share + UNIT * (K / 8 + 12))});
+  }
+  return y;
+}
+
 /// The nearest multiple of the step that a float with so many bits of fraction has at x. least: exponent of the least
 /// normal number.
 inline double to_fraction(double x, int fraction_bits, int least) {
@@ -284,17 +297,23 @@ inline void add(Estimates &y, const float *x) {
 
 inline double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 
-/// silu(gate) * up for a row of gates and ups beside each other. |silu'(g)| <= sigmoid(g) (1 + |g|), and below 1.1
-/// everywhere; where e^-g would leave float32, silu may be anything below |g| e^-87.
-inline Estimates gated(const Estimates &both) {
+/// act(gate) * up for a row of gates and ups beside each other. act(g) = g sigmoid(t), with t = g for SiLU and
+/// 2 sqrt(2 / pi) (g + 0.044715 g^3) for GELU's tanh form. |silu'(g)| <= sigmoid(g) (1 + |g|), and neither slope is above
+/// 1.13 anywhere; t comes with a few roundings of its own, that move act(g) by at most |g t| sigmoid(t) (1 - sigmoid(t))
+/// times those. Where e^-t would leave float32, act may be anything below |g| e^-87.
+inline Estimates gated(const Estimates &both, int gate = BD_GATE_SILU) {
   const size_t M = both.size() / 2;
   Estimates y;
   for (size_t i = 0; i < M; i++) {
     const Estimate g = both[i], u = both[M + i];
-    const double silu = g.value * sigmoid(g.value);
-    const double slope = std::min(1.1, sigmoid(g.value + g.error) * (1 + std::fabs(g.value) + g.error));
-    const double error = slope * g.error + 10 * UNIT * std::fabs(silu) + std::fabs(g.value) * std::exp(-87.0);
-    y.push_back({silu * u.value, error * (std::fabs(u.value) + u.error) + std::fabs(silu) * u.error});
+    const bool tanh = gate == BD_GATE_GELU_TANH;
+    const double cubic = g.value * (1 + 0.044715 * g.value * g.value);
+    const double t = tanh ? 2 * std::sqrt(2 / 3.14159265358979323846) * cubic : g.value;
+    const double act = g.value * sigmoid(t), turn = tanh ? 8 * UNIT * std::fabs(g.value * t) * sigmoid(t) * sigmoid(-t) : 0;
+    const double silu_slope = std::min(1.1, sigmoid(g.value + g.error) * (1 + std::fabs(g.value) + g.error));
+    const double slope = tanh ? 1.13 : silu_slope;
+    const double error = slope * g.error + turn + 10 * UNIT * std::fabs(act) + std::fabs(g.value) * std::exp(-87.0);
+    y.push_back({act * u.value, error * (std::fabs(u.value) + u.error) + std::fabs(act) * u.error});
   }
   return y;
 }

@@ -91,14 +91,18 @@ void buffers(bd_pool *pool) {
   refuses("no residual", BD_E_POINTER, bd_linear_add(pool, x, 1, &w, nullptr, y));
   refuses("a misaligned residual", BD_E_POINTER, bd_linear_add(pool, x, 1, &w, misaligned(residual), y));
   refuses("a misaligned output", BD_E_POINTER, bd_linear_add(pool, x, 1, &w, residual, misaligned(y)));
-  refuses("no gate", BD_E_POINTER, bd_gated_mlp(pool, x, 1, norm, 0, nullptr, &down, y));
-  refuses("no norm", BD_E_POINTER, bd_gated_inputs(pool, x, 1, nullptr, 0, &w, y));
-  refuses("a misaligned x", BD_E_POINTER, bd_gated_mlp(pool, misaligned(x), 1, norm, 0, &w, &down, y));
+  refuses("no gate", BD_E_POINTER, bd_gated_mlp(pool, x, 1, norm, 0, nullptr, 0, &down, y));
+  refuses("no norm", BD_E_POINTER, bd_gated_inputs(pool, x, 1, nullptr, 0, &w, 0, y));
+  refuses("a misaligned x", BD_E_POINTER, bd_gated_mlp(pool, misaligned(x), 1, norm, 0, &w, 0, &down, y));
+  refuses("an unknown gate", BD_E_SHAPE, bd_gated_mlp(pool, x, 1, norm, 0, &w, BD_GATES, &down, y));
+  refuses("no norm", BD_E_POINTER, bd_linear_norm_add(pool, x, 1, &w, nullptr, 0, residual, y));
+  refuses("a misaligned residual", BD_E_POINTER, bd_linear_norm_add(pool, x, 1, &w, norm, 0, misaligned(residual), y));
+  refuses("a cap of nothing", BD_E_SHAPE, bd_softcap(pool, y, 1, 8, 0));
   const bd_weight other = weight(BD_BF16, BD_GRID_NONE, 0, 24);
-  refuses("a down projection of another inner size", BD_E_SHAPE, bd_gated_mlp(pool, x, 1, norm, 0, &w, &other, y));
+  refuses("a down projection of another inner size", BD_E_SHAPE, bd_gated_mlp(pool, x, 1, norm, 0, &w, 0, &other, y));
   check(bd_norm_linear(pool, x, 0, norm, 0, &w, nullptr, y) == BD_OK, "no rows: %s", bd_error());
   refuses("fewer rows than none", BD_E_SHAPE, bd_norm_linear(pool, x, -1, norm, 0, &w, nullptr, y));
-  refuses("fewer rows than none", BD_E_SHAPE, bd_gated_inputs(pool, x, -1, norm, 0, &w, y));
+  refuses("fewer rows than none", BD_E_SHAPE, bd_gated_inputs(pool, x, -1, norm, 0, &w, 0, y));
 
   int64_t rows[] = {0, 16};
   refuses("a row past the table", BD_E_SHAPE, bd_unpack_rows(pool, &w, rows, 2, y));
@@ -124,7 +128,7 @@ void packing(bd_pool *pool) {
 void attention(bd_pool *pool) {
   const int64_t zero[] = {0}, ends[] = {0, 1}, one[] = {1};
   const bd_batch batch = {1, 1, zero, zero, ends, zero, ends, one};
-  const bd_attention shape = {2, 1, 16, 0, 1, x, x, 1e-6f};
+  const bd_attention shape = {2, 1, 16, 0, 1, x, x, 1e-6f, 0, 0};
   const bd_kv kv = {BD_KV_F32, 1, y, y, nullptr, nullptr};
   float *const q = residual;
   check(bd_attend(pool, q, &batch, &shape, &kv, x) == BD_OK, "bd_attend: %s", bd_error());
@@ -143,6 +147,11 @@ void attention(bd_pool *pool) {
   refuses("three heads over two", BD_E_SHAPE, bd_attend(pool, q, &batch, &odd, &kv, x));
   odd = shape, odd.head_dim = 15;
   refuses("an odd head", BD_E_SHAPE, bd_rope_append(pool, x, &batch, &odd, &kv, nullptr, nullptr, q));
+  odd = shape, odd.rotated = 18;
+  refuses("more channels that turn than there are", BD_E_SHAPE, bd_attend(pool, q, &batch, &odd, &kv, x));
+  refuses("no kind of attention", BD_E_SHAPE, bd_decode(pool, x, 16, nullptr, 1, &kv, &batch, &shape, 0));
+  const bd_attention unlike[] = {shape, {1, 1, 16, 0, 1, x, x, 1e-6f, 0, 0}};
+  refuses("kinds with other heads", BD_E_SHAPE, bd_decode(pool, x, 16, nullptr, 1, &kv, &batch, unlike, 2));
   odd = shape, odd.head_dim = 1024;
   refuses("a head that is too large", BD_E_SHAPE, bd_attend(pool, q, &batch, &odd, &kv, x));
 }

@@ -113,6 +113,33 @@ def test_rotary_is_a_rotation_by_the_absolute_position(name: str, dim: int) -> N
 
 
 @every_backend
+@pytest.mark.parametrize(("dim", "turned"), [(128, 96), (20, 6)])
+def test_channels_past_those_that_turn_are_left(name: str, dim: int, turned: int) -> None:
+    """Phi-4 turns the first three quarters of a head; what is left has the norm alone."""
+    kv, batch = new_layer(1, dim), ragged([700], [3])
+    qkv, norms = random(3, 4 * dim, seed=5), (random(dim, seed=6), random(dim, seed=7))
+    rotary = Rotary.make(800, turned, 10000.0, scale=1.5)
+    q = backend(name).rope_append(qkv, batch, rotary, kv, *norms, 1e-6)
+    part, small = new_layer(1, turned), Rotary.make(800, turned, 10000.0)
+    heads = qkv.view(3, 4, dim)
+    normed = torch.cat([functional.rms_norm(heads[:, i : i + 1], (dim,), norms[i > 1], 1e-6) for i in range(3)], 1)
+    cut = torch.cat((normed[..., :turned], heads[:, 3:, :turned]), 1).reshape(3, -1)
+    expected = backend("reference").rope_append(cut, batch, small, part, None, None, 1e-6)
+    torch.testing.assert_close(q[..., :turned], expected * 1.5, **TOLERANCE)
+    torch.testing.assert_close(q[..., turned:], normed[:, :2, turned:], **TOLERANCE)
+    torch.testing.assert_close(stored(kv, batch)[0][..., :turned], stored(part, batch)[0] * 1.5, **TOLERANCE)
+    torch.testing.assert_close(stored(kv, batch)[0][..., turned:], normed[:, 2:, turned:], **TOLERANCE)
+
+
+@every_backend
+def test_scores_are_scaled_as_asked(name: str) -> None:
+    """A scale of its own is the usual one of queries that are larger by the ratio."""
+    kv, batch, q = filled(name, [40], 4, 2, 64)
+    expected = backend(name).attention(q * 2.5, batch, kv, None)
+    torch.testing.assert_close(backend(name).attention(q, batch, kv, None, 2.5 / 8), expected, **TOLERANCE)
+
+
+@every_backend
 def test_a_norm_of_q_and_k_comes_before_the_rotation(name: str) -> None:
     """At position 0 nothing turns, so that the norm is all that happens; v has none."""
     kv, batch = new_layer(2, 20), ragged([1], [1])
@@ -311,6 +338,7 @@ def test_a_batch_or_cache_that_does_not_fit_is_named(batch: Ragged, kv: KVLayer,
         (lambda: ops.attention(random(3, 4, 8).double(), BATCH, KV), "float64"),
         (lambda: ops.attention(random(4, 3, 8).transpose(0, 1), BATCH, KV), "not contiguous"),
         (lambda: ops.attention(random(3, 4, 8), BATCH, KV, 0), "a window of 0"),
+        (lambda: ops.attention(random(3, 4, 8), BATCH, KV, None, -1.0), "a scale of -1.0"),
     ],
 )
 def test_what_does_not_fit_a_batch_is_named(call: object, message: str) -> None:

@@ -4,6 +4,7 @@ Tolerance: FP32 through a few layers, summed in another order: 1e-4 on logits of
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,12 +35,42 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA = SIZES | {"num_hidden_layers": 4, "sliding_window": 16, "head_dim": 16, "query_pre_attn_scalar": 40}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 3.0, 8.0],
+    "partial_rotary_factor": 0.75,
+    "rope_theta": 10000.0,
+}
+
+
+def gemma(**changes: Any) -> transformers.PretrainedConfig:
+    """Every switch that Gemma 3 has: layers 1 and 3 see all positions, by other and scaled angles."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    return transformers.Gemma3TextConfig(**GEMMA | {"layer_types": kinds, "rope_parameters": ropes} | changes)
+
+
+def phi(**changes: Any) -> transformers.PretrainedConfig:
+    """Heads of 8 channels, 6 of which turn; a context of 64 made eight times as long."""
+    made = {"rope_parameters": dict(LONGROPE), "original_max_position_embeddings": 64, "pad_token_id": 0}
+    return transformers.Phi3Config(**SIZES | made | changes)
+
+
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "llama3 scaling": lambda: transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "mistral window": lambda: transformers.MistralConfig(**SIZES, sliding_window=16, head_dim=8),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16),
+    "gemma3": gemma,
+    "gemma3 capped": lambda: gemma(final_logit_softcapping=0.5, tie_word_embeddings=False, layer_types=None),
+    "phi3 longrope": phi,
+    "phi3 window": lambda: phi(rope_parameters={"rope_type": "default"}, sliding_window=16, tie_word_embeddings=True),
 }
 IDS = [int(i) for i in np.random.default_rng(0).integers(0, 160, 70)]
 

@@ -112,6 +112,41 @@ def test_gated_mlp_agrees(isa: str, name: str) -> None:
 
 
 @every_isa
+@pytest.mark.parametrize("name", ["f32", "w8a8", "w4a16-g64"])
+@pytest.mark.parametrize("M", [128, 72])
+def test_gemmas_gate_and_norms_agree(isa: str, name: str, M: int) -> None:
+    """GELU in its tanh form, inputs far out included, and norms of what is added to the residual."""
+    gate_up, down = encoded(name, 2 * M, 128), encoded(name if M == 128 else "bf16", 128, M, seed=4)
+    x, norm, after = random(9, 128), random(128, seed=2).abs() * 4, random(128, seed=3)
+    decoded = reference.prepare(gate_up), reference.prepare(down)
+    run = kernels(isa, 2)
+    weights = run.prepare(gate_up), run.prepare(down)
+    inner = run.gated_inputs(x, norm, 1e-6, weights[0], "gelu_tanh")
+    expected = reference.gated_inputs(x, norm, 1e-6, decoded[0], "gelu_tanh")
+    assert_close(inner, expected, 2 * share_of(name) + 1e-5)
+    normed = run.linear_add(inner, weights[1], x, after, 1e-3)
+    assert_close(normed, reference.linear_add(inner, decoded[1], x, after, 1e-3), 2e-5)
+    whole = run.gated_mlp(x, norm, 1e-3, *weights, "gelu_tanh", after)
+    assert torch.equal(
+        whole, run.linear_add(run.gated_inputs(x, norm, 1e-3, weights[0], "gelu_tanh"), weights[1], x, after, 1e-3)
+    )
+    for rows in (1, 2, 5):
+        assert torch.equal(run.gated_mlp(x[:rows], norm, 1e-3, *weights, "gelu_tanh", after), whole[:rows])
+
+
+@every_isa
+def test_capped_logits_agree(isa: str) -> None:
+    """cap * tanh(y / cap) to a few units in the last place of the cap; what is not a number stays none."""
+    head, x, norm = encoded("f32", 37, 64), random(5, 64) * 3, torch.ones(64)
+    run, expected = kernels(isa, 2), reference.logits(x, norm, 1e-6, reference.prepare(head), 0.7)
+    got = run.logits(x, norm, 1e-6, run.prepare(head), 0.7)
+    assert_close(got, expected, 2e-6)
+    assert torch.equal(run.logits(x[2:3], norm, 1e-6, run.prepare(head), 0.7), got[2:3])
+    x[1, 3] = torch.nan
+    assert bool(run.logits(x, norm, 1e-6, run.prepare(head), 0.7)[1].isnan().all())
+
+
+@every_isa
 @every_format
 def test_embedding_is_the_decoded_weight_to_the_bit(isa: str, name: str) -> None:
     packed = replace(encoded(name, 50, 128), rotation=None)  # no table is rotated

@@ -100,6 +100,8 @@ W, N8 = prepared(16, 8), torch.ones(8)
         (lambda: ops.embed(torch.tensor([-1]), W), "ids from -1"),
         (lambda: ops.embed(torch.tensor([1.0]), W), "float32"),
         (lambda: ops.logits(random(2, 7), N8, 1e-6, W), "rows of 8"),
+        (lambda: ops.logits(random(2, 8), N8, 1e-6, W, 0.0), "a cap of 0.0"),
+        (lambda: ops.linear_add(random(2, 8), W, random(2, 16), torch.ones(8)), r"norm .*\[8\]"),
     ],
 )
 def test_what_does_not_fit_is_named(call: object, message: str) -> None:

@@ -19,6 +19,7 @@ from bitdraft.models import export
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.config import ModelConfig
 from bitdraft.models.export import FolderWriter
+from bitdraft.models.hf_config import config_from_hf
 from bitdraft.models.hf_folder import hf_config
 from bitdraft.models.tensor_names import tensor_shapes
 from bitdraft.ops.encoding import dequantize
@@ -181,7 +182,7 @@ CONFIGS = [
 def test_a_config_that_is_written_says_the_same(tmp_path: Path, config: ModelConfig) -> None:
     tokenizer = open_checkpoint(model_files.write_folder(tmp_path / "m", model_files.config())).tokenizer()
     raw = hf_config(config, tokenizer)
-    assert ModelConfig.from_hf(raw, "config.json") == config
+    assert config_from_hf(raw, "config.json") == config
     known = transformers.AutoConfig.for_model(**raw)
     assert known.rope_parameters["rope_theta"] == config.rope_theta
     assert (known.head_dim if config.family != "qwen2" else 8) == config.head_dim
@@ -199,7 +200,7 @@ def test_rotary_factors_of_llama_3_are_named(tmp_path: Path, factor: float) -> N
         "original_max_position_embeddings": 8192,
     }
     plain = hf_config(model_files.config("llama", rope_theta=500000.0, head_dim=64), tokenizer)
-    config = ModelConfig.from_hf(plain | {"rope_parameters": scaling}, "config.json")
+    config = config_from_hf(plain | {"rope_parameters": scaling}, "config.json")
     as_stored = tuple(torch.tensor(config.rope_factors).tolist())  # float32, as a GGUF file has them
     changed = hf_config(
         model_files.config("llama", rope_theta=500000.0, head_dim=64, rope_factors=as_stored), tokenizer

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitdraft.errors import ModelFileError
+from bitdraft.models.gguf import GGUFFile
+from bitdraft.models.gguf_vocab import gguf_tokenizer
 from bitdraft.models.tokenizer import Tokenizer
 
 
@@ -137,6 +139,33 @@ class TestSentencePiece:
         assert tokenizer.encode("abc") == [1, 259 + SPM_PIECES.index("▁abc")]
         assert tokenizer.encode("</s>", parse_special=True, add_bos=False)[-1] == 2
         assert 2 not in tokenizer.encode("</s>")
+
+    @pytest.mark.parametrize(
+        ("architecture", "after"), [("phi3", ["<|user|>", "abc"]), ("llama", ["<|user|>", " abc"])]
+    )
+    def test_phis_control_tokens_take_white_space_along(
+        self, tmp_path: Path, architecture: str, after: list[str]
+    ) -> None:
+        """As `rstrip` in its tokenizer.json says, but for the three that begin, end and stand for the unknown."""
+        tokens = ["<unk>", "<s>", "<|endoftext|>", "<|user|>", "<end_of_turn>", *SPM_PIECES]
+        writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), architecture)
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([float(-i) for i in range(len(tokens))])
+        writer.add_token_types([2, 3, 3, 3, 3] + [1] * len(SPM_PIECES))
+        writer.add_add_space_prefix(False)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        tokenizer = gguf_tokenizer(GGUFFile(tmp_path / "m.gguf"))
+
+        def texts(text: str) -> list[str]:
+            return [tokenizer.token_text(i) for i in tokenizer.encode(text, parse_special=True, add_bos=False)]
+
+        assert texts("<|user|> abc") == after
+        assert texts("<|endoftext|> abc") == ["<|endoftext|>", " abc"]
+        assert tokenizer.eos_ids == (2, 4)
 
 
 def _bytes_of(piece: str) -> bytes:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from model_files import config, write_folder
+from model_files import config, write_folder, write_gguf
 
 from bitdraft.formats import Recipe
 from bitdraft.models.cached import CachedModel
@@ -163,3 +163,13 @@ def test_prepared_models_are_what_decoders_are_made_of(source: Source) -> None:
     kept = store.load()
     assert isinstance(kept, PreparedModel)
     assert Decoder(kept).resident_bytes == first.decoder.resident_bytes
+
+
+def test_layers_that_differ_are_restored_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3: norms after o and down, the gate, and which layers see all, past the window of 16."""
+    write_gguf(tmp_path / "m.gguf", config("gemma3"))
+    source = open_source(str(tmp_path / "m.gguf"))
+    feed = Feed(0, [i % 250 for i in range(40)], 0, 0)
+    first = loaded(source).forward([feed])
+    monkeypatch.setattr("bitdraft.quantize.load.quantize", None)
+    assert torch.equal(loaded(source).forward([feed]), first)

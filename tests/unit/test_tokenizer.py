@@ -144,6 +144,34 @@ class TestStream:
         assert (one.push(ids[0]), other.push(ids[1]), one.push(ids[1])) == ("", "\ufffd", "é")
 
 
+FAMILY_TEMPLATES = {
+    "gemma": (
+        "{{ bos_token }}"
+        "{%- if messages[0]['role'] == 'system' -%}"
+        "{%- set first = messages[0]['content'] + '\n\n' -%}{%- set rest = messages[1:] -%}"
+        "{%- else -%}{%- set first = '' -%}{%- set rest = messages -%}{%- endif -%}"
+        "{%- for m in rest -%}"
+        "{%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) -%}"
+        "{{ raise_exception('user and assistant must take turns') }}{%- endif -%}"
+        "{%- set role = 'model' if m['role'] == 'assistant' else m['role'] -%}"
+        "{{ '<start_of_turn>' + role + '\n' + (first if loop.first else '') }}"
+        "{%- if m['content'] is string -%}{{ m['content'] | trim }}"
+        "{%- elif m['content'] is iterable -%}"
+        "{%- for part in m['content'] -%}{%- if part['type'] == 'text' -%}{{ part['text'] | trim }}{%- endif -%}"
+        "{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<start_of_turn>model\n' }}{%- endif -%}",
+        "<start_of_turn>user\nhello\n\nor<end_of_turn>\n<start_of_turn>model\n12<end_of_turn>\n"
+        "<start_of_turn>user\nwell<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "phi": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
+        "<|system|>\nhello<|end|>\n<|user|>\n or <|end|>\n<|assistant|>\n12<|end|>\n<|user|>\nwell<|end|>\n"
+        "<|assistant|>\n",
+    ),
+}
+
+
 class TestChat:
     def test_template(self) -> None:
         tokenizer = tiny(chat_template=model_files.TEMPLATE)
@@ -182,6 +210,12 @@ class TestChat:
             ("{{ thinking }}{{ tools is none }}{{ add_generation_prompt }}", {"thinking": 3}, "3TrueTrue"),
             ("{{ tools[0].name }}", {"tools": [{"name": "f"}]}, "f"),
             ("  {% if true %}\n  a\n  {% endif %}\n", {}, "  a\n"),
+            (
+                "{{ ' a ' | trim }}{{ 'x' is string }}{{ [1] is iterable }}{{ {'b': 1} is mapping }}",
+                {},
+                "aTrueTrueTrue",
+            ),
+            ("{% set first = [{'text': 'a'}] %}{{ first[0]['text'] + '\n\n' }}{{ first[1:] }}", {}, "a\n\n[]"),
         ],
     )
     def test_what_templates_use(self, template: str, variables: dict[str, Any], expected: str) -> None:
@@ -204,6 +238,22 @@ class TestChat:
         message = {"role": "user", "content": None}
         with pytest.raises(UsageError, match=rf"(?s)chat template of tiny refuses.*roles: user.*({said})"):
             tiny(chat_template=template).chat([message])
+
+    @pytest.mark.parametrize("family", FAMILY_TEMPLATES)
+    def test_templates_as_gemma_and_phi_have_them(self, family: str) -> None:
+        """Gemma calls the assistant a model, has no system's turn and wants user and assistant in turns."""
+        template, expected = FAMILY_TEMPLATES[family]
+        tokenizer = tiny(chat_template=template, named_tokens={"bos_token": ""})
+        messages = [
+            {"role": "system", "content": "hello"},
+            {"role": "user", "content": " or "},
+            {"role": "assistant", "content": "12"},
+            {"role": "user", "content": [{"type": "text", "text": "well"}] if family == "gemma" else "well"},
+        ]
+        assert tokenizer.decode(tokenizer.chat(messages), skip_special=False) == expected
+        if family == "gemma":
+            with pytest.raises(UsageError, match="must take turns"):
+                tokenizer.chat(messages[:2] + messages[3:])
 
     def test_a_template_that_is_no_jinja(self) -> None:
         with pytest.raises(ModelFileError, match=r"tiny: its chat template is no valid jinja2 \(line 2"):

@@ -3,6 +3,7 @@
 A checkpoint is opened once, checked at once, and read tensor by tensor. Its names are Hugging Face's.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from ..errors import ModelFileError
 from ..ops.packed import Packed, float_matrix
 from .config import ModelConfig
 from .gguf_model import GGUFCheckpoint
+from .hf_config import config_from_hf
 from .quantized_folder import QuantizedCheckpoint
 from .safetensors_files import SafetensorsFiles, weight_files
-from .tensor_names import EMBEDDING, HEAD, check_tensors
+from .tensor_names import EMBEDDING, HEAD, OFFSET_NORMS, Place, check_sizes, check_tensors, places
 from .tokenizer import Tokenizer
 from .tokenizer_folder import folder_tokenizer, read_json
 
@@ -154,10 +156,15 @@ class SafetensorsCheckpoint:
         self._folder = folder
         self.config = _folder_config(folder, raw)
         self._files = SafetensorsFiles(folder, weight_files(folder))
-        shapes = self._files.shapes
+        self._text = {name: stored for stored in self._files.shapes if (name := _text_name(stored)) is not None}
+        check_sizes(self.origin, self.config)
+        stored_shapes = {name: self._files.shapes[stored] for name, stored in self._text.items()}
+        self._places, shapes = places(self.config, stored_shapes)
         harmless = [n for n in shapes if n.endswith(".rotary_emb.inv_freq")] + [HEAD] * self.config.tied_head
         check_tensors(self.origin, self.config, shapes, harmless)
-        self.stored_as, self.stored_bits = self._stored_linears(self._files.dtypes)
+        self.stored_as, self.stored_bits = self._stored_linears(
+            {name: self._files.dtypes[stored] for name, stored in self._text.items()}
+        )
 
     def _stored_linears(self, dtypes: Mapping[str, str]) -> tuple[str, float]:
         for name, dtype in dtypes.items():
@@ -168,7 +175,7 @@ class SafetensorsCheckpoint:
                 )
         weights: Counter[str] = Counter()
         for name, (rows, columns) in self.config.linear_shapes().items():
-            weights[dtypes[self._stored_name(f"{name}.weight")]] += rows * columns
+            weights[dtypes[self._places[self._stored_name(f"{name}.weight")].stored]] += rows * columns
         bits = sum(_DTYPES[d][1] * n for d, n in weights.items()) / weights.total()
         return "/".join(_DTYPES[d][0] for d, _ in weights.most_common()), bits
 
@@ -177,7 +184,7 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this Hugging Face name; a tied head counts."""
-        return self._stored_name(name) in self._files.shapes
+        return self._stored_name(name) in self._places
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name: float32, fresh.
@@ -185,7 +192,8 @@ class SafetensorsCheckpoint:
         Raises:
             ModelFileError: there is no such tensor, or it cannot be read.
         """
-        return self._stored(name).to(torch.float32, copy=True)
+        values = self._stored(name).to(torch.float32, copy=True)
+        return values + 1 if self.config.family in OFFSET_NORMS and name.endswith("norm.weight") else values
 
     def holds_floats(self, name: str) -> bool:
         """Whether a matrix is stored as plain floats: all of them are.
@@ -204,12 +212,14 @@ class SafetensorsCheckpoint:
         return float_matrix(self._stored(name))
 
     def _stored(self, name: str) -> Tensor:
-        return self._files.tensor(self._known(name))
+        place = self._known(name)
+        tensor = self._files.tensor(self._text[place.stored])
+        return tensor if place.rows is None else tensor[place.rows]
 
-    def _known(self, name: str) -> str:
+    def _known(self, name: str) -> Place:
         if not self.has(name):
             raise ModelFileError(f"{self.origin}: there is no tensor {name!r}. Its config says which there are.")
-        return self._stored_name(name)
+        return self._places[self._stored_name(name)]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the folder.
@@ -218,6 +228,21 @@ class SafetensorsCheckpoint:
             ModelFileError: tokenizer.json is missing, damaged or of a kind that is not read.
         """
         return folder_tokenizer(self._folder)
+
+
+_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
+_TEXT = re.compile(r"(model\.)?language_model\.")
+
+
+def _text_name(stored: str) -> str | None:
+    """A tensor's name in the text model; None for those of a model around it that sees images (Gemma 3)."""
+    if _IMAGES.match(stored):
+        return None
+    inside = _TEXT.match(stored)
+    if not inside:
+        return stored
+    rest = stored[inside.end() :]
+    return rest if rest.startswith(("model.", "lm_head.")) else f"model.{rest}"
 
 
 def _config_file(folder: Path) -> Path:
@@ -232,13 +257,8 @@ def _config_file(folder: Path) -> Path:
 
 def _folder_config(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     path = folder / "config.json"
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelFileError(
-            f"{path}: an activation called {raw['hidden_act']!r}. bitdraft decodes models whose MLP is gated by SiLU: "
-            "choose another model."
-        )
     try:
-        return ModelConfig.from_hf(raw, str(path))
+        return config_from_hf(raw, str(path))
     except ModelFileError:
         raise
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:

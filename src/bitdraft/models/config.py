@@ -1,19 +1,23 @@
 """What a decoder is made of, whatever file said so."""
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ..errors import ModelFileError
+from ..ops import Gate
 
 FAMILIES = {
+    "gemma3": "Gemma 3 (text)",
     "llama": "Llama (also SmolLM2)",
     "mistral": "Mistral",
+    "phi3": "Phi-3 and Phi-4",
     "qwen2": "Qwen2 and Qwen2.5",
     "qwen3": "Qwen3",
 }
-"""Model types that the decoder knows, by the name that config.json and GGUF use."""
+"""Families that the decoder knows, by the name that GGUF uses (config.json: gemma3_text, or gemma3 around it)."""
+
+
+def every_so_many(count: int, period: int) -> tuple[int, ...]:
+    """The last of every `period` layers: those of Gemma 3 that attend to all positions."""
+    return tuple(range(period - 1, count, period))
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,25 @@ class ModelConfig:
         hidden_size, num_layers, num_heads, num_kv_heads, head_dim, mlp_size: the usual sizes.
         norm_eps: added to the mean square in RMSNorm.
         rope_theta: base of the rotary frequencies.
-        rope_factors: a divisor for each of the head_dim / 2 frequencies (Llama 3's scaling); None divides by one.
         context_length: positions that the model was made for.
+        rope_factors: a divisor for each rotary frequency (Llama 3's and linear scaling); None divides by one.
+        rope_long_factors: used in their place by a model that is to hold more than `rope_original_context` positions
+            (LongRoPE, 2402.13753); None if there are none.
+        rope_original_context: positions before the context was extended so.
+        rope_scale: what cosines and sines are multiplied by (LongRoPE).
+        rotary_dim: channels of a head that turn, the first ones; None for all.
         sliding_window: a row attends to so many positions, itself included; None attends to all.
+        full_layers: layers that attend to all positions whatever the window (Gemma 3: every sixth).
+        local_rope_theta: base of the frequencies in the layers with the window, without factors; None for rope_theta,
+            and factors, there too.
         attention_bias: q, k and v projections carry a bias (Qwen2).
         qk_norm: q and k are normalised per head before the rotation (Qwen3).
         tied_head: the output head is the embedding.
+        post_norms: what attention and MLP make is normalised before it is added to the residual (Gemma).
+        gate: what the gate of the MLP goes through.
+        embedding_scale: what embedded rows are multiplied by (Gemma: the root of hidden_size).
+        query_scale: what scores are multiplied by; None for 1 / sqrt(head_dim).
+        logit_cap: logits y become cap * tanh(y / cap); None leaves them.
     """
 
     family: str
@@ -46,18 +63,31 @@ class ModelConfig:
     rope_theta: float
     context_length: int
     rope_factors: tuple[float, ...] | None = None
+    rope_long_factors: tuple[float, ...] | None = None
+    rope_original_context: int | None = None
+    rope_scale: float = 1.0
+    rotary_dim: int | None = None
     sliding_window: int | None = None
+    full_layers: tuple[int, ...] = ()
+    local_rope_theta: float | None = None
     attention_bias: bool = False
     qk_norm: bool = False
     tied_head: bool = True
+    post_norms: bool = False
+    gate: Gate = "silu"
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    logit_cap: float | None = None
 
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape [outputs, inputs] of every linear layer that a format is applied to, by its checkpoint name.
+    @property
+    def turned(self) -> int:
+        """Channels of a head that rotary positions turn."""
+        return self.rotary_dim or self.head_dim
 
-        The names are Hugging Face's, without the trailing `.weight`; the head is last.
-        """
+    def layer_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape [outputs, inputs] of every linear layer of one decoder layer, by its name in there."""
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        per_layer = {
+        return {
             "self_attn.q_proj": (q_size, self.hidden_size),
             "self_attn.k_proj": (kv_size, self.hidden_size),
             "self_attn.v_proj": (kv_size, self.hidden_size),
@@ -66,69 +96,13 @@ class ModelConfig:
             "mlp.up_proj": (self.mlp_size, self.hidden_size),
             "mlp.down_proj": (self.hidden_size, self.mlp_size),
         }
+
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shape [outputs, inputs] of every linear layer that a format is applied to, by its checkpoint name.
+
+        The names are Hugging Face's, without the trailing `.weight`; the head is last.
+        """
+        per_layer = self.layer_shapes()
         shapes = {f"model.layers.{i}.{name}": s for i in range(self.num_layers) for name, s in per_layer.items()}
         shapes["lm_head"] = (self.vocab_size, self.hidden_size)
         return shapes
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], origin: str) -> "ModelConfig":
-        """Read the contents of a Hugging Face config.json; `origin` names the file in errors.
-
-        Raises:
-            ModelFileError: an unknown model type, a missing field, or rotary scaling of an unknown kind.
-        """
-        family = raw.get("model_type")
-        if family not in FAMILIES:
-            raise ModelFileError(
-                f"{origin}: model_type is {family!r}. bitdraft decodes {', '.join(sorted(FAMILIES))}. "
-                "Choose a model of one of these families."
-            )
-        try:
-            heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-            head_dim = raw.get("head_dim") or hidden // heads
-            rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-            theta = raw.get("rope_theta", rope.get("rope_theta", 10000.0))
-            window = raw.get("sliding_window") if raw.get("use_sliding_window", family == "mistral") else None
-            return cls(
-                family=family,
-                vocab_size=raw["vocab_size"],
-                hidden_size=hidden,
-                num_layers=raw["num_hidden_layers"],
-                num_heads=heads,
-                num_kv_heads=raw.get("num_key_value_heads") or heads,
-                head_dim=head_dim,
-                mlp_size=raw["intermediate_size"],
-                norm_eps=raw.get("rms_norm_eps", 1e-6),
-                rope_theta=float(theta),
-                rope_factors=_rope_factors(rope, float(theta), head_dim, origin),
-                context_length=raw.get("max_position_embeddings", 2048),
-                sliding_window=window,
-                attention_bias=family == "qwen2" or bool(raw.get("attention_bias", False)),
-                qk_norm=family == "qwen3",
-                tied_head=bool(raw.get("tie_word_embeddings", False)),
-            )
-        except KeyError as missing:
-            raise ModelFileError(f"{origin}: the field {missing} is missing. Is this a whole config.json?") from None
-
-
-def _rope_factors(rope: Mapping[str, Any], theta: float, head_dim: int, origin: str) -> tuple[float, ...] | None:
-    """Divisors of the rotary frequencies (Llama 3.1 model card, `apply_scaling`; plain linear scaling)."""
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return (float(rope["factor"]),) * (head_dim // 2)
-    if kind != "llama3":
-        raise ModelFileError(
-            f"{origin}: rotary scaling of kind {kind!r}. bitdraft reads default, linear and llama3; "
-            "use a checkpoint without this scaling."
-        )
-    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
-    original = rope["original_max_position_embeddings"]
-    factors = []
-    for i in range(head_dim // 2):
-        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
-        smooth = (original / wavelength - low) / (high - low)
-        smooth = min(max(smooth, 0.0), 1.0)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return tuple(factors)

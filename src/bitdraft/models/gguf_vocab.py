@@ -19,16 +19,32 @@ _WORDS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+"
 _LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _AFTER_DIGITS
 _QWEN2 = _WORDS + r"|\p{N}" + _AFTER_DIGITS
 
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?(?:{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*){_CONTRACTIONS}?"
+_GPT4O = _CASED + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SPLITS = {"llama3": _LLAMA3, "dbrx": _LLAMA3, "qwen2": _QWEN2, "gpt-4o": _GPT4O}
+
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _PRE_TOKENIZERS = {
     **dict.fromkeys(_LLAMA3_NAMES, "llama3"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
     "smollm": "smollm",
+    "dbrx": "dbrx",
+    "gpt-4o": "gpt-4o",
     **dict.fromkeys(("gpt-2", "gpt2", "default"), "gpt-2"),
 }
 """Ways to cut text into words before BPE, by the value of tokenizer.ggml.pre."""
 
-_ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "</s>")
+_ENDINGS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "</s>",
+    "<end_of_turn>",
+)
 """Control tokens that end an output whether or not the file names them: a file names one, models use two or three."""
 
 
@@ -67,7 +83,7 @@ def gguf_tokenizer(file: GGUFFile) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
     try:
         backend = build(file, vocabulary, kinds)
-        _add_special(backend, tokens, kinds)
+        _add_special(backend, tokens, kinds, file.number("general.architecture", str, ""))
     except ModelFileError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -121,10 +137,23 @@ def _token_id(file: GGUFFile, name: str, size: int) -> int | None:
     return value
 
 
-def _add_special(backend: Backend, tokens: list[str], kinds: list[int]) -> None:
-    """Tell the backend which tokens are found in a text as a whole, and which of them are no text at all."""
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Of Phi-3's control tokens, those that leave the white space after them."""
+
+
+def _add_special(backend: Backend, tokens: list[str], kinds: list[int], architecture: str) -> None:
+    """Tell the backend which tokens are found in a text as a whole, and which of them are no text at all.
+
+    Those of Phi-3's SentencePiece vocabulary take the white space after them along, as its tokenizer.json has it.
+    """
+    strips = architecture == "phi3" and isinstance(backend.model, models.BPE) and backend.model.byte_fallback
     added = [
-        AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
+        AddedToken(
+            token,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+            rstrip=bool(strips) and kind == _CONTROL and token not in _KEEP_SPACES,
+        )
         for token, kind in zip(tokens, kinds, strict=True)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) and token
     ]
@@ -155,7 +184,7 @@ def _word_rules(kind: str) -> pre_tokenizers.PreTokenizer:
         return words
     if kind == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    split = pre_tokenizers.Split(Regex(_LLAMA3 if kind == "llama3" else _QWEN2), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(_SPLITS[kind]), behavior="isolated")
     return pre_tokenizers.Sequence([split, words])
 
 

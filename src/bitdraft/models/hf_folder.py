@@ -12,6 +12,7 @@ from tokenizers import processors
 
 from ..errors import ModelFileError
 from .config import ModelConfig
+from .hf_config import config_from_hf
 from .tensor_names import PLAIN_FAMILIES
 from .tokenizer import Tokenizer
 from .tokenizer_folder import read_json
@@ -126,7 +127,7 @@ def _rope(config: ModelConfig, origin: str) -> dict[str, Any]:
     if len(set(factors)) == 1:
         return {"rope_type": "linear", "factor": factors[0]}
     for scaling in _LLAMA3:
-        known = ModelConfig.from_hf(_sizes(config) | {"rope_parameters": scaling}, origin).rope_factors
+        known = config_from_hf(_sizes(config) | {"rope_parameters": scaling}, origin).rope_factors
         if known and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(known, factors, strict=True)):
             return scaling
     raise ModelFileError(

@@ -7,18 +7,20 @@ Shape suffixes: R rows (tokens of all sequences of the call), D hidden size, N o
 J KV heads, C head dimension, M inner size of the MLP, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native, reference
-from .batch import KVCache, KVLayer, Ragged, Rotary
+from .batch import AttentionKind, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_angles, check_arrays, check_batch, check_kv, check_rotary, check_rows, check_vector
-from .packed import Layer, Packed, Prepared, Stack
+from .packed import Gate, Layer, Packed, Prepared, Stack
 
 __all__ = [
+    "AttentionKind",
+    "Gate",
     "KVCache",
     "KVLayer",
     "Layer",
@@ -112,15 +114,29 @@ def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: Prepared, bias
     return _version("norm_linear")(x_RD, norm_D, eps, weight, bias_N)  # type: ignore[no-any-return]
 
 
-def linear_add(x_RK: Tensor, weight: Prepared, residual_RN: Tensor) -> Tensor:
-    """`residual + x @ weight.T`, inputs rounded as the weight's format says: [R, K], [N, K], [R, N] -> [R, N]."""
+def linear_add(
+    x_RK: Tensor, weight: Prepared, residual_RN: Tensor, norm_N: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """`residual + x @ weight.T`, or `residual + norm(x @ weight.T)`, inputs rounded as the weight's format says.
+
+    Args:
+        x_RK: [R, K] float32.
+        weight: shape [N, K].
+        residual_RN: [R, N] float32.
+        norm_N: scale of an RMSNorm of the product (Gemma), [N] float32, or None for no norm.
+        eps: of that norm.
+
+    Returns:
+        [R, N] float32.
+    """
     N, K = weight.shape
+    check_vector("linear_add", "norm", norm_N, N)
     check_rows("linear_add", "x", x_RK, K)
     check_rows("linear_add", "residual", residual_RN, N)
     check(
         len(x_RK) == len(residual_RN), "linear_add", f"{len(x_RK)} rows of x, {len(residual_RN)} of residual", "as many"
     )
-    return _version("linear_add")(x_RK, weight, residual_RN)  # type: ignore[no-any-return]
+    return _version("linear_add")(x_RK, weight, residual_RN, norm_N, eps)  # type: ignore[no-any-return]
 
 
 def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) -> None:
@@ -134,21 +150,31 @@ def _check_mlp(operation: str, x_RD: Tensor, norm_D: Tensor, gate_up: Prepared) 
     )
 
 
-def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared) -> Tensor:
+def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, gate: Gate = "silu") -> Tensor:
     """The rows that the down projection of `gated_mlp` reads, [R, M] float32, for calibration."""
     _check_mlp("gated_inputs", x_RD, norm_D, gate_up)
-    return _version("gated_inputs")(x_RD, norm_D, eps, gate_up)  # type: ignore[no-any-return]
+    return _version("gated_inputs")(x_RD, norm_D, eps, gate_up, gate)  # type: ignore[no-any-return]
 
 
-def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down: Prepared) -> Tensor:
-    """`x + down(silu(gate) * up)` with RMSNorm before and the inputs rounded as the formats say.
+def gated_mlp(
+    x_RD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    gate_up: Prepared,
+    down: Prepared,
+    gate: Gate = "silu",
+    down_norm_D: Tensor | None = None,
+) -> Tensor:
+    """`x + down(act(gate) * up)` with RMSNorm before and the inputs rounded as the formats say.
 
     Args:
         x_RD: residual rows, [R, D] float32.
         norm_D: scale of the norm, [D] float32.
-        eps: added to the mean square.
+        eps: added to the mean square in every norm.
         gate_up: shape [2 M, D], the gate's rows before the up projection's.
         down: shape [D, M].
+        gate: what the gate goes through.
+        down_norm_D: scale of an RMSNorm of what `down` makes (Gemma), [D] float32, or None for no norm.
 
     Returns:
         [R, D] float32.
@@ -156,14 +182,16 @@ def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: Prepared, down:
     _check_mlp("gated_mlp", x_RD, norm_D, gate_up)
     expected = (gate_up.shape[1], gate_up.shape[0] // 2)
     check(down.shape == expected, "gated_mlp", f"down of shape {list(down.shape)}", f"{list(expected)}")
-    return _version("gated_mlp")(x_RD, norm_D, eps, gate_up, down)  # type: ignore[no-any-return]
+    check_vector("gated_mlp", "down_norm", down_norm_D, down.shape[0])
+    return _version("gated_mlp")(x_RD, norm_D, eps, gate_up, down, gate, down_norm_D)  # type: ignore[no-any-return]
 
 
-def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared) -> Tensor:
-    """Final RMSNorm and output head: [R, D] float32 -> [R, V] float32."""
+def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared, cap: float | None = None) -> Tensor:
+    """Final RMSNorm and output head: [R, D] float32 -> [R, V] float32, y or `cap * tanh(y / cap)`."""
+    check(cap is None or cap > 0, "logits", f"a cap of {cap}", "a positive one, or none")
     check_rows("logits", "x", x_RD, head.shape[1])
     check_vector("logits", "norm", norm_D, head.shape[1])
-    return _version("logits")(x_RD, norm_D, eps, head)  # type: ignore[no-any-return]
+    return _version("logits")(x_RD, norm_D, eps, head, cap)  # type: ignore[no-any-return]
 
 
 def rope_append(
@@ -208,7 +236,9 @@ def rope_append(
     return _version("rope_append")(qkv_RN, batch, rotary, kv, q_norm_C, k_norm_C, eps)  # type: ignore[no-any-return]
 
 
-def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = None) -> Tensor:
+def attention(
+    q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = None, scale: float | None = None
+) -> Tensor:
     """Causal attention of ragged rows to a paged cache; grouped heads share a KV head.
 
     A row at position i sees positions 0 to i of its own sequence, or the last `window` of them. What it sees depends
@@ -219,6 +249,7 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = No
         batch: row counts, positions, block tables and lengths.
         kv: the layer's blocks, J heads; H is a multiple of J.
         window: positions that a row sees, itself included; None for all.
+        scale: what scores are multiplied by; None for 1 / sqrt(C).
 
     Returns:
         [R, H * C] float32.
@@ -238,18 +269,18 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None = No
         "contiguous float32",
     )
     check(window is None or window > 0, "attention", f"a window of {window}", "one of at least a position, or none")
+    check(scale is None or scale > 0, "attention", f"a scale of {scale}", "a positive one, or none")
     check_batch("attention", batch, kv, len(q_RHC))
-    return _version("attention")(q_RHC, batch, kv, window)  # type: ignore[no-any-return]
+    return _version("attention")(q_RHC, batch, kv, window, scale)  # type: ignore[no-any-return]
 
 
 def run_layers(
     x_RD: Tensor,
     layers: Stack,
     batch: Ragged,
-    rotary: Rotary,
+    kinds: Sequence[AttentionKind],
     cache: KVCache,
     eps: float,
-    window: int | None = None,
 ) -> Tensor | None:
     """All layers of a decoder in one call, where a backend has that: the same operations, and the same bits.
 
@@ -257,10 +288,9 @@ def run_layers(
         x_RD: embedded rows, [R, D] float32.
         layers: their weights.
         batch: the rows' places.
-        rotary: angles for at least every position of the batch.
+        kinds: how layers attend, by `Layer.attention`; with angles for at least every position of the batch.
         cache: a `KVLayer` for each layer, all of one shape; changed in place at `batch.slots`.
         eps: of every norm.
-        window: positions that a row sees, itself included; None for all.
 
     Returns:
         residual rows after the last layer, [R, D] float32; None if the backend runs operation by operation only.
@@ -271,5 +301,6 @@ def run_layers(
     check(len(layers) == len(cache) > 0, "run_layers", f"{len(layers)} layers and {len(cache)} of the cache", "as many")
     check_rows("run_layers", "x", x_RD, layers[0].qkv.shape[1])
     check_arrays("run_layers", batch, len(x_RD))  # the compiled code itself looks at what they hold
-    check_angles("run_layers", rotary, cache[0].head_dim)
-    return run(x_RD, layers, batch, rotary, cache, eps, window)  # type: ignore[no-any-return]
+    for kind in kinds:
+        check_angles("run_layers", kind.rotary, cache[0].head_dim)
+    return run(x_RD, layers, batch, kinds, cache, eps)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ CODECS = {
 }
 GRIDS = {name: i for i, name in enumerate(("none", "sym", "asym", "min", "k", "k16", "sym16"))}
 ACTIVATIONS = {name: i for i, name in enumerate(("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int8_g32"))}
+GATES = {name: i for i, name in enumerate(("silu", "gelu_tanh"))}
 KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
@@ -75,6 +76,8 @@ class Attention(Structure):
         ("cos", c_void_p),
         ("sin", c_void_p),
         ("eps", c_float),
+        ("scale", c_float),
+        ("rotated", c_int64),
     )
 
 
@@ -87,6 +90,10 @@ class Layer(Structure):
         ("qkv_bias", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("o_norm", c_void_p),
+        ("down_norm", c_void_p),
+        ("gate", c_int32),
+        ("attention", c_int32),
         ("qkv", Weight),
         ("o", Weight),
         ("gate_up", Weight),
@@ -110,16 +117,18 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "bd_unpack_rows": (c_int, (_P, POINTER(Weight), _P, c_int64, _P)),
     "bd_norm_linear": (c_int, (_P, _P, c_int64, _P, c_float, POINTER(Weight), _P, _P)),
     "bd_linear_add": (c_int, (_P, _P, c_int64, POINTER(Weight), _P, _P)),
-    "bd_gated_inputs": (c_int, (_P, _P, c_int64, _P, c_float, POINTER(Weight), _P)),
-    "bd_gated_mlp": (c_int, (_P, _P, c_int64, _P, c_float, POINTER(Weight), POINTER(Weight), _P)),
+    "bd_linear_norm_add": (c_int, (_P, _P, c_int64, POINTER(Weight), _P, c_float, _P, _P)),
+    "bd_gated_inputs": (c_int, (_P, _P, c_int64, _P, c_float, POINTER(Weight), c_int, _P)),
+    "bd_gated_mlp": (c_int, (_P, _P, c_int64, _P, c_float, POINTER(Weight), c_int, POINTER(Weight), _P)),
     "bd_rope_append": (c_int, (_P, _P, POINTER(Batch), POINTER(Attention), POINTER(KV), _P, _P, _P)),
     "bd_attend": (c_int, (_P, _P, POINTER(Batch), POINTER(Attention), POINTER(KV), _P)),
     "bd_decode": (
         c_int,
-        (_P, _P, c_int64, POINTER(Layer), c_int64, POINTER(KV), POINTER(Batch), POINTER(Attention)),
+        (_P, _P, c_int64, POINTER(Layer), c_int64, POINTER(KV), POINTER(Batch), POINTER(Attention), c_int64),
     ),
     "bd_row_stats": (c_int, (_P, _P, c_int64, c_int64, c_float, _P, _P, _P)),
     "bd_softmax": (c_int, (_P, _P, c_int64, c_int64, c_float, _P)),
+    "bd_softcap": (c_int, (_P, _P, c_int64, c_int64, c_float)),
     "bd_measure_read": (c_double, (_P, _P, c_int64)),
     "bd_measure_ops": (c_double, (_P,)),
 }

@@ -1,6 +1,7 @@
 """A ragged batch and the paged KV cache, as the operations see them.
 
-Shape suffixes: R rows (tokens of all sequences of the call), S sequences, J KV heads, C head dimension.
+Shape suffixes: R rows (tokens of all sequences of the call), S sequences, J KV heads, C head dimension, T channels of a
+head that turn.
 """
 
 from collections.abc import Sequence
@@ -76,7 +77,9 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of the rotary angles, [positions, C / 2] float32 (Su et al., 2104.09864).
+    """Cosines and sines of the rotary angles, [positions, T / 2] float32 (Su et al., 2104.09864).
+
+    The first T channels of a head turn, c with c + T / 2; any after them stay as they are.
 
     Angles are made in float64 and only the finished cosine is rounded: a position in bfloat16 is exact up to 256 only,
     and its error past 512 turns a key by more than a radian.
@@ -86,10 +89,35 @@ class Rotary:
     sin: Tensor
 
     @classmethod
-    def make(cls, positions: int, head_dim: int, theta: float, factors: Sequence[float] | None = None) -> "Rotary":
-        """The table for positions 0 to positions - 1; `factors` divide the head_dim / 2 frequencies."""
-        frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    def make(
+        cls, positions: int, turned: int, theta: float, factors: Sequence[float] | None = None, scale: float = 1.0
+    ) -> "Rotary":
+        """The table for positions 0 to positions - 1.
+
+        Args:
+            positions: rows of the table.
+            turned: T, channels of a head that turn.
+            theta: base of the frequencies.
+            factors: divisors of the T / 2 frequencies.
+            scale: what cosines and sines are multiplied by (LongRoPE, 2402.13753).
+        """
+        frequency = theta ** (-torch.arange(0, turned, 2, dtype=torch.float64) / turned)
         if factors is not None:
             frequency = frequency / torch.tensor(factors, dtype=torch.float64)
         angle = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
-        return cls(angle.cos().float(), angle.sin().float())
+        return cls((angle.cos() * scale).float(), (angle.sin() * scale).float())
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """How some of a model's layers attend; models whose layers differ in this have two of them.
+
+    Attributes:
+        rotary: angles for the positions of queries and keys.
+        window: positions that a row sees, itself included; None for all.
+        scale: what scores are multiplied by; None for 1 / sqrt(C).
+    """
+
+    rotary: Rotary
+    window: int | None = None
+    scale: float | None = None

@@ -145,20 +145,22 @@ def check_rotary(operation: str, batch: Ragged, rotary: Rotary, head_dim: int) -
 
 
 def check_angles(operation: str, rotary: Rotary, head_dim: int) -> None:
-    """Cosines and sines for this head dimension.
+    """Cosines and sines for this head dimension, or for the first channels of it.
 
     Raises:
         ShapeError: they are not.
     """
     check(head_dim % 2 == 0, operation, f"a head dimension of {head_dim}", "an even one")
     check(
-        rotary.cos.shape == rotary.sin.shape == (len(rotary.cos), head_dim // 2)
+        rotary.cos.ndim == 2
+        and rotary.cos.shape == rotary.sin.shape
+        and 0 < rotary.cos.shape[1] <= head_dim // 2
         and rotary.cos.dtype == rotary.sin.dtype == torch.float32
         and rotary.cos.is_contiguous()
         and rotary.sin.is_contiguous(),
         operation,
         f"cosines {rotary.cos.dtype} {list(rotary.cos.shape)}, sines {rotary.sin.dtype} {list(rotary.sin.shape)}",
-        f"contiguous float32 [positions, {head_dim // 2}] both",
+        f"contiguous float32 [positions, at most {head_dim // 2}] both",
     )
 
 

@@ -14,7 +14,7 @@ M inner size of the MLP, V vocabulary, G groups along K.
 import ctypes
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, c_int64
 from functools import cache
 from itertools import accumulate
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from ..errors import FormatError, ShapeError, UsageError
 from . import abi
-from .batch import KVCache, KVLayer, Ragged, Rotary
+from .batch import AttentionKind, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
 from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
-from .packed import Layer, Packed, Stack
+from .packed import Gate, Layer, Packed, Stack
 from .panels import PanelKind, Panels, PanelWeight, panel_source
 
 BLOCK_SIZE = 16
@@ -137,30 +137,56 @@ class Native:
         )
         return out_RN
 
-    def linear_add(self, x_RK: Tensor, weight: PanelWeight, residual_RN: Tensor) -> Tensor:
-        """Rounding of the inputs, matmul, residual."""
+    def linear_add(
+        self,
+        x_RK: Tensor,
+        weight: PanelWeight,
+        residual_RN: Tensor,
+        norm_N: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Rounding of the inputs, matmul, norm where there is one, residual."""
         out_RN = torch.empty_like(residual_RN)
-        weights = byref(weight.struct)
-        self._call("bd_linear_add", x_RK.data_ptr(), len(x_RK), weights, residual_RN.data_ptr(), out_RN.data_ptr())
+        rows, places = (x_RK.data_ptr(), len(x_RK), byref(weight.struct)), (residual_RN.data_ptr(), out_RN.data_ptr())
+        if norm_N is None:
+            self._call("bd_linear_add", *rows, *places)
+        else:
+            self._call("bd_linear_norm_add", *rows, norm_N.data_ptr(), eps, *places)
         return out_RN
 
-    def gated_inputs(self, x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: PanelWeight) -> Tensor:
-        """`silu(gate) * up` of the normalised rows."""
+    def gated_inputs(
+        self, x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: PanelWeight, gate: Gate = "silu"
+    ) -> Tensor:
+        """`act(gate) * up` of the normalised rows."""
         out_RM = torch.empty(len(x_RD), gate_up.shape[0] // 2)
         rows = x_RD.data_ptr(), len(x_RD), norm_D.data_ptr(), eps
-        self._call("bd_gated_inputs", *rows, byref(gate_up.struct), out_RM.data_ptr())
+        self._call("bd_gated_inputs", *rows, byref(gate_up.struct), abi.GATES[gate], out_RM.data_ptr())
         return out_RM
 
-    def gated_mlp(self, x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: PanelWeight, down: PanelWeight) -> Tensor:
-        """`x + down(silu(gate) * up)`."""
+    def gated_mlp(
+        self,
+        x_RD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+        gate_up: PanelWeight,
+        down: PanelWeight,
+        gate: Gate = "silu",
+        down_norm_D: Tensor | None = None,
+    ) -> Tensor:
+        """`x + down(act(gate) * up)`, the product normalised where asked."""
+        if down_norm_D is not None:
+            return self.linear_add(self.gated_inputs(x_RD, norm_D, eps, gate_up, gate), down, x_RD, down_norm_D, eps)
         out_RD = torch.empty_like(x_RD)
-        rows = x_RD.data_ptr(), len(x_RD), norm_D.data_ptr(), eps
-        self._call("bd_gated_mlp", *rows, byref(gate_up.struct), byref(down.struct), out_RD.data_ptr())
+        rows, first = (x_RD.data_ptr(), len(x_RD), norm_D.data_ptr(), eps), (byref(gate_up.struct), abi.GATES[gate])
+        self._call("bd_gated_mlp", *rows, *first, byref(down.struct), out_RD.data_ptr())
         return out_RD
 
-    def logits(self, x_RD: Tensor, norm_D: Tensor, eps: float, head: PanelWeight) -> Tensor:
-        """Final RMSNorm and the output head."""
-        return self.norm_linear(x_RD, norm_D, eps, head, None)
+    def logits(self, x_RD: Tensor, norm_D: Tensor, eps: float, head: PanelWeight, cap: float | None = None) -> Tensor:
+        """Final RMSNorm and the output head, capped where asked."""
+        out_RV = self.norm_linear(x_RD, norm_D, eps, head, None)
+        if cap is not None:
+            self._call("bd_softcap", out_RV.data_ptr(), *out_RV.shape, cap)
+        return out_RV
 
     def rope_append(
         self,
@@ -176,7 +202,7 @@ class Native:
         J, C = kv.kv_heads, kv.head_dim
         H = qkv_RN.shape[1] // C - 2 * J
         q_RHC = torch.empty(len(qkv_RN), H, C)
-        shape, rows = _attention(H, J, C, rotary, None, eps), _Batch(batch)
+        shape, rows = _attention(H, J, C, AttentionKind(rotary), eps), _Batch(batch)
         self._call(
             "bd_rope_append",
             qkv_RN.data_ptr(),
@@ -189,11 +215,14 @@ class Native:
         )
         return q_RHC
 
-    def attention(self, q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> Tensor:
+    def attention(
+        self, q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None, scale: float | None = None
+    ) -> Tensor:
         """Causal attention of every row to its own sequence's paged KV."""
         R, H, C = q_RHC.shape
         out_RN = torch.empty(R, H * C)
-        shape, rows = _attention(H, kv.kv_heads, C, None, window, 0.0), _Batch(batch)
+        shape = abi.Attention(H, kv.kv_heads, C, window or 0, 0, None, None, 0.0, scale or 0.0, 0)
+        rows = _Batch(batch)
         q_RHC = q_RHC.contiguous()
         places = byref(rows.struct), byref(shape), byref(_kv(kv))
         self._call("bd_attend", q_RHC.data_ptr(), *places, out_RN.data_ptr())
@@ -204,10 +233,9 @@ class Native:
         x_RD: Tensor,
         stack: Stack,
         batch: Ragged,
-        rotary: Rotary,
+        kinds: Sequence[AttentionKind],
         cache: KVCache,
         eps: float,
-        window: int | None,
     ) -> Tensor:
         """All layers in one call: `ops.run_layers` without Python between the operations."""
         if stack.compiled is None:
@@ -217,9 +245,10 @@ class Native:
                 check_kv("run_layers", kv)
             cache.compiled = (abi.KV * len(cache))(*(_kv(kv) for kv in cache))
         J, C = cache[0].kv_heads, cache[0].head_dim
-        shape = _attention(stack[0].qkv.shape[0] // C - 2 * J, J, C, rotary, window, eps)
+        H = stack[0].qkv.shape[0] // C - 2 * J
+        shapes = (abi.Attention * len(kinds))(*(_attention(H, J, C, kind, eps) for kind in kinds))
         out_RD, rows = x_RD.clone(), _Batch(batch)
-        places = cache.compiled, byref(rows.struct), byref(shape)
+        places = cache.compiled, byref(rows.struct), shapes, len(kinds)
         self._call("bd_decode", out_RD.data_ptr(), x_RD.shape[1], stack.compiled, len(stack), *places)
         return out_RD
 
@@ -250,11 +279,10 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _attention(H: int, J: int, C: int, rotary: Rotary | None, window: int | None, eps: float) -> abi.Attention:
-    if rotary is None:
-        return abi.Attention(H, J, C, window or 0, 0, None, None, eps)
-    cos, sin = rotary.cos, rotary.sin
-    return abi.Attention(H, J, C, window or 0, len(cos), cos.data_ptr(), sin.data_ptr(), eps)
+def _attention(H: int, J: int, C: int, kind: AttentionKind, eps: float) -> abi.Attention:
+    cos, sin = kind.rotary.cos, kind.rotary.sin
+    table = len(cos), cos.data_ptr(), sin.data_ptr()
+    return abi.Attention(H, J, C, kind.window or 0, *table, eps, kind.scale or 0.0, 2 * cos.shape[1])
 
 
 def _kv(kv: KVLayer) -> abi.KV:
@@ -266,8 +294,17 @@ def _kv(kv: KVLayer) -> abi.KV:
 
 def _layer(layer: Layer) -> abi.Layer:
     weights: list[Any] = [layer.qkv, layer.o, layer.gate_up, layer.down]
-    vectors = layer.input_norm, layer.mlp_norm, layer.qkv_bias, layer.q_norm, layer.k_norm
-    return abi.Layer(*map(_pointer, vectors), *(weight.struct for weight in weights))
+    vectors = (
+        layer.input_norm,
+        layer.mlp_norm,
+        layer.qkv_bias,
+        layer.q_norm,
+        layer.k_norm,
+        layer.o_norm,
+        layer.down_norm,
+    )
+    switches = abi.GATES[layer.gate], layer.attention
+    return abi.Layer(*map(_pointer, vectors), *switches, *(weight.struct for weight in weights))
 
 
 def _check_symmetric(packed: Packed, blocks: BlockFormat) -> None:

@@ -83,6 +83,10 @@ def block_matrix(blocks: Tensor, form: BlockFormat) -> Packed:
     return Packed(form.name, shape, form.code_bits, "bf16", blocks, blocks=form)
 
 
+Gate = Literal["silu", "gelu_tanh"]
+"""What the gate of an MLP goes through: x sigmoid(x), or GELU (1606.08415) in its tanh form."""
+
+
 class Prepared(Protocol):
     """A weight in the layout that a backend multiplies by; only that backend looks inside."""
 
@@ -122,6 +126,9 @@ class Layer:
         q_norm, k_norm: per-head norms, [C] float32 (Qwen3).
         o: [D, H C].
         gate_up, down: [2 M, D], the gate's rows first, and [D, M].
+        o_norm, down_norm: norms of what o and down make, before it is added to the residual, [D] float32 (Gemma).
+        gate: what the gate goes through.
+        attention: which of the model's `AttentionKind`s is this layer's.
     """
 
     input_norm: Tensor
@@ -133,6 +140,10 @@ class Layer:
     mlp_norm: Tensor
     gate_up: Prepared
     down: Prepared
+    o_norm: Tensor | None = None
+    down_norm: Tensor | None = None
+    gate: Gate = "silu"
+    attention: int = 0
 
 
 class Stack(tuple[Layer, ...]):

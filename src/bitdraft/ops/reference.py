@@ -4,7 +4,7 @@ Everything is computed in FP32, whatever the weights are: a format decides which
 inputs take, and the products and sums of those values are FP32. Sizes are not checked here; `ops/__init__.py` does.
 
 Shape suffixes: R rows (tokens of all sequences of the call), S sequences, D hidden size, N outputs, K inputs,
-H query heads, J KV heads, C head dimension, L tokens in a sequence's KV, V vocabulary.
+H query heads, J KV heads, C head dimension, T turned channels / 2, L tokens in a sequence's KV, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from .batch import KVLayer, Ragged, Rotary
 from .encoding import dequantize, rotate, round_activations
-from .packed import Activation, Packed
+from .packed import Activation, Gate, Packed
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ def embed(ids_R: Tensor, table: DecodedWeight) -> Tensor:
     return table.values[ids_R]
 
 
+def _activate(gate: Tensor, kind: Gate) -> Tensor:
+    return functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate="tanh")
+
+
 def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * norm` (Zhang and Sennrich, 1910.07467)."""
     return x_RD * torch.rsqrt(x_RD.square().mean(-1, keepdim=True) + eps) * norm_D
@@ -79,31 +83,44 @@ def norm_linear(x_RD: Tensor, norm_D: Tensor, eps: float, weight: DecodedWeight,
     return y_RN if bias_N is None else y_RN + bias_N
 
 
-def linear_add(x_RK: Tensor, weight: DecodedWeight, residual_RN: Tensor) -> Tensor:
-    """Rounding of the inputs, matmul, residual."""
-    return residual_RN + _matmul(x_RK, weight)
+def linear_add(
+    x_RK: Tensor, weight: DecodedWeight, residual_RN: Tensor, norm_N: Tensor | None = None, eps: float = 0.0
+) -> Tensor:
+    """Rounding of the inputs, matmul, norm where there is one, residual."""
+    y_RN = _matmul(x_RK, weight)
+    return residual_RN + (y_RN if norm_N is None else rms_norm(y_RN, norm_N, eps))
 
 
-def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: DecodedWeight) -> Tensor:
-    """`silu(gate) * up` of the normalised rows: what the down projection of `gated_mlp` reads."""
-    gate, up = _matmul(rms_norm(x_RD, norm_D, eps), gate_up).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def gated_inputs(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: DecodedWeight, gate: Gate = "silu") -> Tensor:
+    """`act(gate) * up` of the normalised rows: what the down projection of `gated_mlp` reads."""
+    first, up = _matmul(rms_norm(x_RD, norm_D, eps), gate_up).chunk(2, dim=-1)
+    return _activate(first, gate) * up
 
 
-def gated_mlp(x_RD: Tensor, norm_D: Tensor, eps: float, gate_up: DecodedWeight, down: DecodedWeight) -> Tensor:
-    """`x + down(silu(gate) * up)` (Shazeer, 2002.05202, SwiGLU)."""
-    return linear_add(gated_inputs(x_RD, norm_D, eps, gate_up), down, x_RD)
+def gated_mlp(
+    x_RD: Tensor,
+    norm_D: Tensor,
+    eps: float,
+    gate_up: DecodedWeight,
+    down: DecodedWeight,
+    gate: Gate = "silu",
+    down_norm_D: Tensor | None = None,
+) -> Tensor:
+    """`x + down(act(gate) * up)` (Shazeer, 2002.05202, SwiGLU and GEGLU), the product normalised where asked."""
+    return linear_add(gated_inputs(x_RD, norm_D, eps, gate_up, gate), down, x_RD, down_norm_D, eps)
 
 
-def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: DecodedWeight) -> Tensor:
-    """Final RMSNorm and the output head."""
-    return norm_linear(x_RD, norm_D, eps, head, None)
+def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: DecodedWeight, cap: float | None = None) -> Tensor:
+    """Final RMSNorm and the output head; `cap * tanh(y / cap)` of what it gives where there is a cap."""
+    y_RV = norm_linear(x_RD, norm_D, eps, head, None)
+    return y_RV if cap is None else cap * torch.tanh(y_RV / cap)
 
 
-def _rotate(x_RHC: Tensor, cos_RC: Tensor, sin_RC: Tensor) -> Tensor:
-    first, second = x_RHC.chunk(2, dim=-1)
-    cos, sin = cos_RC.unsqueeze(1), sin_RC.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+def _rotate(x_RHC: Tensor, cos_RT: Tensor, sin_RT: Tensor) -> Tensor:
+    half = cos_RT.shape[1]
+    first, second, rest = torch.split(x_RHC, [half, half, x_RHC.shape[2] - 2 * half], dim=-1)
+    cos, sin = cos_RT.unsqueeze(1), sin_RT.unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 def rope_append(
@@ -152,9 +169,10 @@ def _read(kv: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
     return keys_LJC, values_LJC
 
 
-def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> Tensor:
+def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None, scale: float | None = None) -> Tensor:
     """Causal attention of every row to its own sequence's paged KV; softmax in FP32."""
     out_RN = torch.empty(q_RHC.shape[0], q_RHC.shape[1] * q_RHC.shape[2])
+    q_RHC = q_RHC * (q_RHC.shape[2] ** -0.5 if scale is None else scale)
     row = 0
     for count, table, length in zip(batch.row_counts, batch.tables, batch.lengths, strict=True):
         rows = slice(row, row + count)
@@ -167,7 +185,7 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None) -> 
 def _attend(q_RHC: Tensor, keys_LJC: Tensor, values_LJC: Tensor, positions_R: Tensor, window: int | None) -> Tensor:
     (R, H, C), (L, J, _) = q_RHC.shape, keys_LJC.shape
     q_JGC = q_RHC.view(R, J, H // J, C).transpose(0, 1).reshape(J, R * (H // J), C)
-    scores = (q_JGC * C**-0.5 @ keys_LJC.permute(1, 2, 0)).view(J, R, H // J, L)
+    scores = (q_JGC @ keys_LJC.permute(1, 2, 0)).view(J, R, H // J, L)
     at_L = torch.arange(L)
     hidden_RL = at_L > positions_R[:, None]
     if window is not None:

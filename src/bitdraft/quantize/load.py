@@ -103,8 +103,9 @@ def load_model(
         PairError: the vocabularies of draft and target differ in meaning.
     """
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
+    longest = min(context_length or kv_tokens, kv_tokens, source.checkpoint.config.context_length)
     return CachedModel(
-        Decoder(_prepared(source, recipe, rng, calibration, progress)),
+        Decoder(_prepared(source, recipe, rng, calibration, progress), longest),
         kv_tokens=kv_tokens,
         vocab_size=(target or source).tokenizer.vocab_size,
         usable=shared,

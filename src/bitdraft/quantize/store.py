@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import __version__
 from ..formats import Recipe
 from ..models.config import ModelConfig
-from ..models.decoder import PreparedModel
+from ..models.decoder import PreparedModel, layer_switches
 from ..models.hub import cache_folder
 from ..ops import abi, native
 from ..ops.native import Native
@@ -37,7 +37,7 @@ _EDGE = 1 << 20
 """Bytes at either end of a model's file that its identity is made from, with its size and time of change."""
 
 _WEIGHTS = ("qkv", "o", "gate_up", "down")
-_VECTORS = ("input_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm")
+_VECTORS = ("input_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "o_norm", "down_norm")
 
 
 def key_of(model: Path, recipe: Recipe, calibration: Sequence[Sequence[int]] | None, rng: np.random.Generator) -> str:
@@ -204,7 +204,7 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], kernels: Native
         vectors = {name: tensors.get(f"layers.{i}.{name}") for name in _VECTORS}
         parts: dict[str, Any] = {name: v if v is None else v.clone() for name, v in vectors.items()}
         parts |= {name: weight(f"layers.{i}.{name}") for name in _WEIGHTS}
-        return Layer(**parts)
+        return Layer(**parts, **layer_switches(config, i))
 
     sizes: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in about["config"].items()}
     config = ModelConfig(**sizes)
