@@ -19,10 +19,10 @@ FORM = get_format("w4a16")
 
 
 class Calm:
-    """A checkpoint whose random weights are scaled to give logits of order one; one tensor may be louder."""
+    """A checkpoint whose random weights are scaled to give logits of order one."""
 
-    def __init__(self, source, loud=""):
-        self._source, self._loud = source, loud
+    def __init__(self, source):
+        self._source = source
 
     def __getattr__(self, name):
         return getattr(self._source, name)
@@ -30,10 +30,8 @@ class Calm:
     def tensor(self, name):
         tensor = self._source.tensor(name)
         if tensor.ndim == 2:
-            tensor = tensor / tensor.shape[1] ** 0.5
-        elif "norm" in name:
-            tensor = tensor.abs() * 0.3 + 0.7
-        return tensor * 3 if self._loud and self._loud in name else tensor
+            return tensor / tensor.shape[1] ** 0.5
+        return tensor.abs() * 0.3 + 0.7 if "norm" in name else tensor
 
 
 def probe_of(source, texts=8, tokens=12):
@@ -54,47 +52,46 @@ def reference(tmp_path: Path) -> TeacherForced:
     return TeacherForced(source, probe_of(source), source.config.vocab_size)
 
 
-@pytest.mark.parametrize(
-    ("tensor", "layer"),
-    [
-        ("model.layers.0.self_attn.k_proj", 0),
-        ("model.layers.0.self_attn.v_proj", 0),
-        ("model.layers.0.mlp.down_proj", 0),
-        ("model.layers.1.self_attn.o_proj", 1),
-        ("model.layers.1.mlp.up_proj", 1),
-        ("lm_head", 2),
-    ],
-)
-def test_a_price_is_the_kl_that_the_error_makes(reference, tensor, layer):
+def test_a_price_is_the_kl_that_the_error_makes(reference):
     """Errors of independent direction, small enough for the second order: prices and true KL, both averaged."""
+    layers = {"model.layers.0.self_attn.k_proj": 0, "model.layers.1.mlp.up_proj": 1, "lm_head": 2}
     prices, true = [], []
-    for seed in range(10):
+    for seed in range(6):
         noise = torch.from_numpy(np.random.default_rng(seed).standard_normal((400, 64), dtype=np.float32)) * 0.01
 
         def rounder(weight, _, noise=noise):
             return weight + noise[: weight.shape[0], : weight.shape[1]]
 
-        if tensor == "lm_head":  # as output alone: the embedding's share is priced with it, and left out here
-            found = sensitivity._head_prices(reference, reference.source.tensor("lm_head.weight"), [FORM], rounder)
-            prices.append(found["w4a16"])
-        else:
-            found = sensitivities(reference, [FORM], rng=np.random.default_rng(seed), draws=8, rounder=rounder)
-            prices.append(found.kl[tensor, "w4a16"])
-        true.append(reference.changed(lambda n, w, r=rounder: r(w, FORM) if n == tensor else w, layer).kl)
-    # 10 errors of some thousand entries, 8 draws of y for each of 8 texts: measured within 20 %.
-    assert np.mean(prices) == pytest.approx(np.mean(true), rel=0.4)
+        found = sensitivities(reference, [FORM], rng=np.random.default_rng(seed), draws=6, rounder=rounder)
+        # The embedding's share is priced with the head, and left out here: the head as output alone is changed.
+        head = sensitivity._head_prices(reference, reference.source.tensor("lm_head.weight"), [FORM], rounder)
+        priced = {t: found.kl[t, "w4a16"] for t in layers} | {"lm_head": head["w4a16"]}
+        prices.append([priced[t] for t in layers])
+        true.append(
+            [
+                reference.changed(lambda n, w, r=rounder, t=t: r(w, FORM) if n == t else w, layer).kl
+                for t, layer in layers.items()
+            ]
+        )
+    # 6 errors of some thousand entries, 6 draws of y for each of 8 texts: measured within 20 %.
+    assert np.mean(prices, 0) == pytest.approx(np.mean(true, 0), rel=0.4)
 
 
-def test_prices_rise_as_bits_fall_and_find_what_is_loud(tmp_path):
-    source = Calm(open_checkpoint(write_folder(tmp_path / "m", config("llama"))), "layers.1.mlp.down")
-    reference = TeacherForced(source, probe_of(source), source.config.vocab_size)
+def test_prices_rise_as_bits_fall_and_with_the_square_of_the_error(reference):
     formats = [get_format(f"w{bits}a16-asym") for bits in (2, 3, 4, 6)] + [get_format("w8a16")]
-    found = sensitivities(reference, formats, rng=np.random.default_rng(0))
+    found = sensitivities(reference, formats, rng=np.random.default_rng(0), draws=2)
     for tensor in {t for t, _ in found.kl}:
         prices = [found.kl[tensor, form.name] for form in formats]
         assert prices == sorted(prices, reverse=True)
-    layers = [key for key in found.kl if key[0] != "lm_head" and key[1] == "w3a16-asym"]
-    assert max(layers, key=lambda key: found.kl[key])[0] == "model.layers.1.mlp.down_proj"
+
+    def doubled(weight, form):
+        error = least_squares(weight, form) - weight
+        return weight + error * (2 if weight.shape[1] == 64 else 1)  # the down projections
+
+    again = sensitivities(reference, formats, rng=np.random.default_rng(0), draws=2, rounder=doubled)
+    for (tensor, form), kl in found.kl.items():
+        # FP32 sums of differences of neighbouring numbers
+        assert again.kl[tensor, form] == pytest.approx(kl * (4 if "down" in tensor else 1), rel=1e-3)
 
 
 def test_least_squares_never_does_worse_than_nearest(reference):
