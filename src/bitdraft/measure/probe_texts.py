@@ -16,11 +16,14 @@ from .trace import Trace
 from .workload import calibration_texts, load_workload
 
 
-def probe_of_folder(folder: Path, progress: Progress | None = None) -> AcceptanceProbe:
+def probe_of_folder(
+    folder: Path, workloads: Sequence[str] | None = None, progress: Progress | None = None
+) -> AcceptanceProbe:
     """The texts of a finished measurement; neither model is run, and of the target only the head is read.
 
     Args:
         folder: what `bitdraft measure -o` wrote.
+        workloads: what it was asked for, where files were among it: a trace knows them by name only.
         progress: called while the target is fetched.
 
     Raises:
@@ -29,7 +32,7 @@ def probe_of_folder(folder: Path, progress: Progress | None = None) -> Acceptanc
     trace = Trace.load(folder)
     target = TargetName(trace.run.target.name, trace.run.target_format)
     source = open_source(target.model, progress)
-    prompts = [p for spec in trace.run.workloads for p in load_workload(spec, trace.run.prompts)]
+    prompts = [p for spec in workloads or trace.run.workloads for p in load_workload(spec, trace.run.prompts)]
     context = source.checkpoint.config.context_length
     ids = tokenise(prompts, source.tokenizer, trace.run.sampling.max_tokens, context)
     texts = []

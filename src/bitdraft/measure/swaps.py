@@ -48,6 +48,7 @@ def attribute(
     format_name: str,
     *,
     rng: np.random.Generator,
+    workloads: Sequence[str] | None = None,
     texts: int = TEXTS,
     tokens: int = TOKENS,
     progress: Progress | None = None,
@@ -60,6 +61,7 @@ def attribute(
         folder: what `bitdraft measure -o` wrote; the target's hidden rows must still be there.
         format_name: the recipe to explain.
         rng: for recipes that calibrate.
+        workloads: what was asked for, where files were among it: a trace knows them by name only.
         texts: of each workload. tokens: of each text.
         progress: called with (done, total, what).
 
@@ -67,7 +69,7 @@ def attribute(
         UsageError: no measurement there, or a recipe that changes norms or biases, too.
     """
     recipe = Recipe.parse(format_name)
-    probe = probe_of_folder(folder, progress).short(texts, tokens)
+    probe = probe_of_folder(folder, workloads, progress).short(texts, tokens)
     run = Trace.load(folder).run
     draft, target = open_source(run.draft.name, progress), open_source(probe.target.model, progress)
     usable = check_pair(target.tokenizer, draft.tokenizer)
