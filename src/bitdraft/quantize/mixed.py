@@ -23,7 +23,7 @@ from .probe import AcceptanceProbe
 from .sensitivity import Sensitivities, least_squares, sensitivities
 from .teacher_forced import Outcome, TeacherForced
 
-TEXTS, TOKENS = 4, 32
+TEXTS, TOKENS = 3, 32
 """Texts of each workload, and tokens of each, that prices are taken on: enough for the order of tensors."""
 
 Row = tuple[str, ...]

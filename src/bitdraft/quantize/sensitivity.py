@@ -38,7 +38,7 @@ from .teacher_forced import Progress, TeacherForced
 Rounder = Callable[[Tensor, Format], Tensor]
 """From a weight [N, K] float32 and a format to the values that the rounded weight stands for; row by row."""
 
-OUTPUTS = 256
+OUTPUTS = 128
 """Outputs of each tensor, evenly spread, that errors are computed for."""
 
 HEAD_ROWS = 2048
