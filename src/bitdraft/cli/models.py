@@ -1,12 +1,14 @@
-"""Verbs about models and formats: pull, formats."""
+"""Verbs about models and formats: pull, formats, quantize."""
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .app import app
-from .options import Json
-from .terminal import interruptible, print_table, progress_bars
+from .options import Json, Seed
+from .terminal import err, interruptible, out, print_table, progress_bars
 
 
 @app.command(epilog="Example: bitdraft pull smollm2-135m")
@@ -39,3 +41,59 @@ def formats(as_json: Json = False) -> None:
         group = "as stored" if f.kind == "stored" else str(f.group_size or "channel")
         rows.append((name, bits, f.activation, group, f.head))
     print_table("formats", ("format", "bits a weight", "activations", "group", "head"), rows, as_json)
+
+
+@app.command(epilog="Example: bitdraft quantize smollm2-135m --format w4a16-asym --method awq -o smollm2-w4")
+def quantize(
+    model: Annotated[str, typer.Argument(help="Model to quantise: a name, a folder, a .gguf or a hub id.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write; must not be there.")],
+    format: Annotated[str, typer.Option("--format", help="Format, see `bitdraft formats`.")] = "w4a16-asym",
+    method: Annotated[
+        str | None,
+        typer.Option(help="How to round: nearest, clip, gptq, awq, awq-gptq, smooth or smooth-gptq."),
+    ] = None,
+    calibration: Annotated[
+        str | None, typer.Option(help="Texts for methods that need them: workloads or files, with commas.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Texts that are taken of each; all without it.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read of the texts, at most.")] = 4096,
+    workload: Annotated[
+        str | None, typer.Option(help="What the model is for: warns if the texts are in another language.")
+    ] = None,
+    seed: Seed = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring a model into a format and write it as a folder that other programs load, too."""
+    from ..formats import Recipe
+    from ..measure.workload import calibration_texts, workload_texts
+    from ..quantize.command import quantize_folder
+    from ..quantize.load import open_source
+    from ..quantize.scripts import language_warning
+
+    recipe = Recipe.parse(f"{format}-{'rtn' if method == 'nearest' else method}" if method else format)
+    texts = workload_texts(calibration, samples) if calibration else calibration_texts()[:samples]
+    if recipe.calibrated and workload and (warning := language_warning(texts, workload_texts(workload, None))):
+        err.print(f"[bold yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+    with interruptible("Finished layers are kept; --resume goes on."), progress_bars() as bars:
+        report = quantize_folder(
+            open_source(model, bars),
+            recipe,
+            output,
+            seed=seed,
+            calibration=texts,
+            tokens=tokens,
+            resume=resume,
+            progress=bars,
+        )
+    if as_json:
+        print(json.dumps(report.as_json(), ensure_ascii=False))
+        return
+    errors = [(name, f"{error:.4f}") for name, error in report.errors.items()]
+    print_table("errors", ("linear layer", f"relative error of its {report.measured}"), errors, as_json)
+    out.print(
+        f"\n{report.recipe}, method {report.method}: {report.bits_per_weight:.2f} bits a weight in the layers, "
+        f"{report.nbytes / 1e6:.1f} MB in all\nwritten: {report.folder}",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,6 +1,6 @@
 """Number formats, and the recipes that say how a model is brought into one."""
 
 from .base import FORMATS, Format, get_format
-from .recipe import Recipe
+from .recipe import METHODS, Method, Recipe
 
-__all__ = ["FORMATS", "Format", "Recipe", "get_format"]
+__all__ = ["FORMATS", "METHODS", "Format", "Method", "Recipe", "get_format"]

@@ -102,6 +102,23 @@ def calibration_texts() -> list[str]:
     return ["\n\n".join(message["content"] for message in messages) for messages in chats]
 
 
+def workload_texts(specs: str, limit: int | None) -> list[str]:
+    """The texts of workloads, as `calibration_texts` gives them: for activation statistics on traffic of one's own.
+
+    Args:
+        specs: built-in names or paths, with commas.
+        limit: texts of each, at most; None takes all.
+
+    Raises:
+        UsageError: as for `load_workload`, but a workload may have fewer texts than the limit.
+    """
+    prompts = [
+        prompt for spec in specs.split(",") if spec.strip() for prompt in load_workload(spec.strip(), None)[:limit]
+    ]
+    bodies = [p.text if p.messages is None else "\n\n".join(m["content"] for m in p.messages) for p in prompts]
+    return [body or "" for body in bodies]
+
+
 _Body = tuple[Mapping[str, str], ...] | str
 
 

@@ -4,20 +4,20 @@ A checkpoint is opened once, checked at once, and read tensor by tensor. Its nam
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import ModelFileError
 from ..ops.packed import Packed, float_matrix
 from .config import ModelConfig
 from .gguf_model import GGUFCheckpoint
+from .quantized_folder import QuantizedCheckpoint
+from .safetensors_files import SafetensorsFiles, weight_files
 from .tensor_names import EMBEDDING, HEAD, check_tensors
 from .tokenizer import Tokenizer
 from .tokenizer_folder import folder_tokenizer, read_json
@@ -117,7 +117,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ModelFileError: missing, truncated, damaged, or of a kind that is not read.
     """
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        raw = read_json(_config_file(path))
+        if raw.get("quantization_config") or raw.get("bitdraft"):
+            return QuantizedCheckpoint(path, SafetensorsFiles(path, weight_files(path)), _folder_config(path, raw), raw)
+        return SafetensorsCheckpoint(path, raw)
     if not path.exists():
         raise ModelFileError(f"{path}: no such file or folder. Expected a model folder or a .gguf file.")
     return GGUFCheckpoint(path)
@@ -137,27 +140,24 @@ class SafetensorsCheckpoint:
         stored_bits: mean bits per weight of the linear layers.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Read config.json and the headers of all files, and check them against one another.
+    def __init__(self, folder: Path, raw: Mapping[str, Any]) -> None:
+        """Read the headers of all files, and check them against config.json.
+
+        Args:
+            folder: the model folder.
+            raw: the contents of its config.json.
 
         Raises:
             ModelFileError: a file is missing, damaged or of a kind that is not read.
         """
         self.origin = str(folder)
         self._folder = folder
-        self.config = _folder_config(folder)
-        self._files: dict[str, Any] = {}
-        shapes: dict[str, tuple[int, ...]] = {}
-        dtypes: dict[str, str] = {}
-        for file in _weight_files(folder):
-            with _reading(file):
-                opened: Any = safe_open(file, framework="pt")
-                for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                    view = opened.get_slice(name)
-                    self._files[name], shapes[name], dtypes[name] = opened, tuple(view.get_shape()), view.get_dtype()
+        self.config = _folder_config(folder, raw)
+        self._files = SafetensorsFiles(folder, weight_files(folder))
+        shapes = self._files.shapes
         harmless = [n for n in shapes if n.endswith(".rotary_emb.inv_freq")] + [HEAD] * self.config.tied_head
         check_tensors(self.origin, self.config, shapes, harmless)
-        self.stored_as, self.stored_bits = self._stored_linears(dtypes)
+        self.stored_as, self.stored_bits = self._stored_linears(self._files.dtypes)
 
     def _stored_linears(self, dtypes: Mapping[str, str]) -> tuple[str, float]:
         for name, dtype in dtypes.items():
@@ -177,7 +177,7 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor of this Hugging Face name; a tied head counts."""
-        return self._stored_name(name) in self._files
+        return self._stored_name(name) in self._files.shapes
 
     def tensor(self, name: str) -> Tensor:
         """The tensor of this Hugging Face name: float32, fresh.
@@ -204,10 +204,7 @@ class SafetensorsCheckpoint:
         return float_matrix(self._stored(name))
 
     def _stored(self, name: str) -> Tensor:
-        known = self._known(name)
-        with _reading(self._folder):
-            tensor: Tensor = self._files[known].get_tensor(known)
-            return tensor
+        return self._files.tensor(self._known(name))
 
     def _known(self, name: str) -> str:
         if not self.has(name):
@@ -223,30 +220,18 @@ class SafetensorsCheckpoint:
         return folder_tokenizer(self._folder)
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        raise ModelFileError(
-            f"{path}: cannot be read as safetensors ({error}). The file is truncated or damaged: fetch it again."
-        ) from None
-
-
-def _folder_config(folder: Path) -> ModelConfig:
+def _config_file(folder: Path) -> Path:
     path = folder / "config.json"
     if not path.exists():
         raise ModelFileError(
             f"{folder}: there is no config.json. Expected a model folder with config.json, tokenizer.json and "
             "safetensors files, or a .gguf file."
         )
-    raw = read_json(path)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelFileError(
-            f"{folder}: a checkpoint that is already quantised ({method}). bitdraft reads F32, F16 and BF16 "
-            "safetensors and quantises them itself: choose the original model, or a .gguf file."
-        )
+    return path
+
+
+def _folder_config(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
+    path = folder / "config.json"
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelFileError(
             f"{path}: an activation called {raw['hidden_act']!r}. bitdraft decodes models whose MLP is gated by SiLU: "
@@ -258,26 +243,3 @@ def _folder_config(folder: Path) -> ModelConfig:
         raise
     except (TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
         raise ModelFileError(f"{path}: a field is of the wrong kind ({error}). Fetch the file again.") from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, each once."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise ModelFileError(
-            f"{folder}: there is neither model.safetensors nor model.safetensors.index.json. Expected a model in "
-            "safetensors; convert other kinds with transformers' save_pretrained."
-        )
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not all(isinstance(s, str) and Path(s).name == s for s in shards.values()):
-        raise ModelFileError(f"{index}: 'weight_map' names no files beside it. Fetch the file again.")
-    names = sorted(set(shards.values()))
-    missing = [name for name in names if not (folder / name).exists()]
-    if missing:
-        raise ModelFileError(
-            f"{folder}: {len(missing)} of {len(names)} files of the model are missing: {', '.join(missing[:4])}. "
-            "Fetch them into this folder."
-        )
-    return [folder / name for name in names]

@@ -49,7 +49,7 @@ def prepare_model(weights: Weights) -> PreparedModel:
     tied = weights.packed["model.embed_tokens"] is weights.packed["lm_head"]
     return PreparedModel(
         config=weights.config,
-        layers=Stack(_layer(weights, i) for i in range(weights.config.num_layers)),
+        layers=Stack(prepare_layer(weights, i) for i in range(weights.config.num_layers)),
         final_norm=weights.tensors["model.norm.weight"],
         head=head,
         embedding=head if tied else ops.prepare(weights.packed["model.embed_tokens"]),
@@ -77,25 +77,34 @@ class Decoder:
         linear = [w for layer in self.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         self.resident_bytes = sum(w.resident_bytes for w in (*tables, *linear))
 
-    def hidden(self, batch: Ragged, kv: KVCache, observe: Observer | None = None) -> Tensor:
+    def hidden(
+        self,
+        batch: Ragged,
+        kv: KVCache,
+        observe: Observer | None = None,
+        rows_RD: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
         """Run all layers over a ragged batch; its keys and values are written into the cache.
 
         Args:
             batch: the rows; `batch.slots` must be this call's alone.
             kv: the cache, with as many layers.
             observe: sees the inputs of every linear layer.
+            rows_RD: residual rows to start from, float32, where the layers are not a model's first; None embeds ids.
+            first: number of the first of the layers, in the whole model.
 
         Returns:
             residual rows before the final norm, [R, D] float32: what `logits` reads.
         """
         config, eps = self.config, self.config.norm_eps
         rotary = self._rotary_for(int(batch.positions.max()) + 1)
-        x_RD = ops.embed(batch.ids, self.embedding)
+        x_RD = ops.embed(batch.ids, self.embedding) if rows_RD is None else rows_RD
         if observe is None:
             whole = ops.run_layers(x_RD, self.layers, batch, rotary, kv, eps, config.sliding_window)
             if whole is not None:
                 return whole
-        for i, (layer, cache) in enumerate(zip(self.layers, kv, strict=True)):
+        for i, (layer, cache) in enumerate(zip(self.layers, kv, strict=True), first):
             qkv = ops.norm_linear(x_RD, layer.input_norm, eps, layer.qkv, layer.qkv_bias)
             q_RHC = ops.rope_append(qkv, batch, rotary, cache, layer.q_norm, layer.k_norm, eps)
             mixed = ops.attention(q_RHC, batch, cache, config.sliding_window)
@@ -124,7 +133,8 @@ class Decoder:
         return self._rotary
 
 
-def _layer(weights: Weights, i: int) -> Layer:
+def prepare_layer(weights: Weights, i: int) -> Layer:
+    """Bring the weights of one layer into the backend's layout; the others need not be there."""
     prefix = f"model.layers.{i}."
 
     def fused(*names: str) -> Prepared:

@@ -66,6 +66,15 @@ class Tokenizer:
         """The source of the chat template; None where the model has none."""
         return None if self._template is None else self._template.source
 
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by the name that templates know them by, such as 'bos_token'."""
+        return self._named_tokens
+
+    def to_json(self) -> str:
+        """The vocabulary and its rules as the contents of a tokenizer.json; `bos_id` is not among the rules."""
+        return self._backend.to_str()
+
     @cached_property
     def _pieces(self) -> Pieces:
         return pieces_of(self._backend, self.origin)

@@ -1,171 +1,242 @@
-"""True activation statistics: what each linear layer really reads, on real text.
+"""A calibration set on its way through a model, one layer at a time, and what that layer's linear layers read.
 
-Shape suffixes: T rows (tokens), K inputs, G groups of inputs, S inputs of a group.
+The rows of all tokens are kept, [T, D]; of the model, one layer. What a layer is observed on has gone through the
+layers below it as they were rounded.
+
+Shape suffixes: T rows (tokens), D hidden size, K inputs, G groups of inputs, S inputs of a group.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..errors import NumericsError, UsageError
-from ..models.cached import CachedModel
-from ..models.decoder import Decoder
-from ..types import Feed
+from ..formats import Format, get_format
+from ..models.checkpoint import Checkpoint, Weights
+from ..models.decoder import Decoder, PreparedModel, prepare_layer
+from ..models.kv import BLOCK_SIZE, BlockPool, BlockTable
+from ..models.tensor_names import EMBEDDING
+from ..ops import KVCache, Ragged, Stack, prepare
+from ..ops.packed import Packed
 
 MIN_TOKENS = 512
 """Fewer tokens than this say little about a channel: calibration refuses."""
 
-MAX_TOKENS = 2048
-"""More are not read: the statistics have settled long before, and reading costs as much time as rounding."""
+TOKENS = 4096
+"""Tokens that are read unless the caller says otherwise: every one costs as much time as running the model on it."""
 
-_CHUNK = 512
-"""Tokens that are run at once: bounds the memory of attention."""
+WINDOW = 512
+"""Tokens that are read as one text; a longer text goes on in a fresh context."""
+
+_CHUNK = 1024
+"""Rows that are run at once, whole windows: bounds the memory of attention and of the MLP."""
 
 
 @dataclass
 class _Inputs:
-    """What is kept of one layer's inputs."""
+    """What is kept of the inputs of one linear layer."""
 
     total: Tensor
+    largest: Tensor
     products: Tensor
-    rows: Tensor
+    rows: list[Tensor]
     tokens: int = 0
-    priorities: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
 
 
-class ActivationStats:
-    """Over all tokens, the mean magnitude of every channel and the products of the channels of a group; and a uniform
-    sample of rows; for every linear layer.
+class LayerInputs:
+    """What the linear layers of one layer read: over all tokens, the mean and the largest magnitude of every channel,
+    and the products of the channels of a group; and a uniform sample of rows.
 
     A few tokens carry far larger activations than all others (a text's first one is the usual case). A sample of rows
     holds one or two of them, or none: what is decided group by group is decided on the products, which miss nothing.
     """
 
-    def __init__(self, keep: int, group_size: int, rng: np.random.Generator) -> None:
+    def __init__(self, layer: int, sizes: Mapping[str, int], chosen_T: Tensor) -> None:
         """Start empty.
 
         Args:
-            keep: rows to keep for each layer.
-            group_size: neighbouring channels whose products are summed; divides the inputs of every layer.
-            rng: chooses the rows.
+            layer: its number, for messages.
+            sizes: by inputs ('qkv', ...), how many neighbouring channels have their products summed: all of them, or
+                those of a group; divides the number of inputs.
+            chosen_T: numbers of the rows to keep, ascending, int64.
         """
-        self._keep, self._group_size, self._rng = keep, group_size, rng
-        self._inputs: dict[tuple[int, str], _Inputs] = {}
+        self._layer, self._sizes, self._chosen = layer, sizes, chosen_T
+        self._inputs: dict[str, _Inputs] = {}
 
-    def observe(self, layer: int, name: str, x_TK: Tensor) -> None:
-        """Take in rows [T, K] that a linear layer reads; made for `Decoder.hidden(observe=...)`.
+    def observe(self, name: str, x_TK: Tensor) -> None:
+        """Take in the next rows [T, K] that the linear layers of `name` read.
 
         Raises:
             NumericsError: NaN or infinity among them.
         """
         if not bool(x_TK.isfinite().all()):
             raise NumericsError(
-                f"layer {layer}, {name}: the model's activations are NaN or infinite on the calibration set. Expected "
-                "numbers; the weights are damaged, or the model does not work in FP32."
+                f"layer {self._layer}, {name}: the model's activations are NaN or infinite on the calibration set. "
+                "Expected numbers; the weights are damaged, or the model does not work in FP32."
             )
-        key, K, S = (layer, name), x_TK.shape[1], self._group_size
-        if key not in self._inputs:
-            self._inputs[key] = _Inputs(torch.zeros(K), torch.zeros(K // S, S, S), x_TK[:0])
-        found = self._inputs[key]
+        K, S = x_TK.shape[1], self._sizes[name]
+        if name not in self._inputs:
+            self._inputs[name] = _Inputs(torch.zeros(K), torch.zeros(K), torch.zeros(K // S, S, S), [])
+        found = self._inputs[name]
         x_GTS = x_TK.view(-1, K // S, S).transpose(0, 1)
-        found.products += x_GTS.transpose(1, 2) @ x_GTS
-        found.total += x_TK.abs().sum(0)
+        found.products.baddbmm_(x_GTS.transpose(1, 2), x_GTS)
+        magnitude_TK = x_TK.abs()
+        found.total += magnitude_TK.sum(0)
+        if len(x_TK):
+            found.largest = torch.maximum(found.largest, magnitude_TK.amax(0))
+        here = self._chosen - found.tokens
+        found.rows.append(x_TK[here[(here >= 0) & (here < len(x_TK))]])
         found.tokens += len(x_TK)
-        # Every row draws a priority; the rows with the smallest ones are a uniform sample of all rows ever seen.
-        rows = torch.cat([found.rows, x_TK])
-        priorities = np.concatenate([found.priorities, self._rng.random(len(x_TK))])
-        chosen = np.sort(np.argsort(priorities)[: self._keep])
-        found.rows, found.priorities = rows[torch.from_numpy(chosen)].clone(), priorities[chosen]
 
-    def mean_magnitude(self, layer: int, name: str) -> Tensor:
-        """Mean |x| of every channel, [K].
+    def mean_magnitude(self, name: str) -> Tensor:
+        """Mean |x| of every channel, [K]."""
+        return self._inputs[name].total / self._inputs[name].tokens
 
-        Raises:
-            UsageError: nothing was observed there.
-        """
-        found = self._found(layer, name)
-        return found.total / found.tokens
+    def largest(self, name: str) -> Tensor:
+        """Largest |x| of every channel, [K]."""
+        return self._inputs[name].largest
 
-    def products(self, layer: int, name: str) -> Tensor:
-        """`X^T X` of every group of channels over all tokens, [G, S, S].
+    def products(self, name: str, size: int) -> Tensor:
+        """`X^T X` of neighbouring channels over all tokens, [K / size, size, size]; size divides the announced one."""
+        products_GSS = self._inputs[name].products
+        parts = range(0, products_GSS.shape[1], size)
+        if len(parts) == 1:
+            return products_GSS
+        return torch.stack([products_GSS[:, i : i + size, i : i + size] for i in parts], 1).flatten(0, 1)
 
-        Raises:
-            UsageError: nothing was observed there.
-        """
-        return self._found(layer, name).products
-
-    def rows(self, layer: int, name: str) -> Tensor:
-        """The sample of rows, [T, K] with T up to `keep`.
-
-        Raises:
-            UsageError: nothing was observed there.
-        """
-        return self._found(layer, name).rows
-
-    def _found(self, layer: int, name: str) -> _Inputs:
-        if (layer, name) not in self._inputs:
-            raise UsageError(
-                f"layer {layer}, {name}: no activations were observed. AWQ without them would be rounding to nearest "
-                "under another name; run the calibration set first."
-            )
-        return self._inputs[layer, name]
+    def rows(self, name: str) -> Tensor:
+        """The sample of rows, [T, K]."""
+        return torch.cat(self._inputs[name].rows)
 
 
-def count_tokens(sequences: Sequence[Sequence[int]]) -> int:
-    """How many tokens of a calibration set will be read: `MAX_TOKENS` at most.
+def count_tokens(sequences: Sequence[Sequence[int]], limit: int = TOKENS) -> int:
+    """How many tokens of a calibration set will be read, about: `limit` at most.
 
     Raises:
-        UsageError: there are fewer than `MIN_TOKENS`.
+        UsageError: there are fewer than `MIN_TOKENS`, or the limit is lower.
     """
     total = sum(len(s) for s in sequences)
-    if total < MIN_TOKENS:
+    if limit < MIN_TOKENS:
         raise UsageError(
-            f"the calibration set has {total} tokens in {len(sequences)} texts. Expected at least {MIN_TOKENS}: with "
-            "fewer the statistics are chance. Give more text like your traffic."
+            f"{limit} calibration tokens were asked for. Expected at least {MIN_TOKENS}: with fewer the statistics are "
+            "chance."
         )
-    return min(total, MAX_TOKENS)
+    if total < MIN_TOKENS:
+        given = f"has {total} tokens in {len(sequences)} texts" if total else "is empty"
+        raise UsageError(
+            f"the calibration set {given}. Expected {MIN_TOKENS} tokens, {MIN_TOKENS - total} more: with fewer "
+            "the statistics are chance. Give more text like your traffic."
+        )
+    return min(total, limit)
 
 
-def collect(
-    decoder: Decoder,
-    sequences: Sequence[Sequence[int]],
-    *,
-    keep: int,
-    group_size: int,
-    rng: np.random.Generator,
-    progress: Callable[[int, int | None, str], None] | None = None,
-) -> ActivationStats:
-    """Run a calibration set through a model and gather what its layers read.
+def windows(
+    sequences: Sequence[Sequence[int]], limit: int, context: int, rng: np.random.Generator
+) -> list[Sequence[int]]:
+    """The parts of a calibration set that are read: windows drawn from all of it, in its order.
 
     Args:
-        decoder: the model, in f32.
-        sequences: token ids; the first `MAX_TOKENS` tokens are used. A text longer than the model's context goes on in
-            a fresh context.
-        keep: rows to keep for each layer.
-        group_size: neighbouring channels whose products are summed.
-        rng: chooses the rows.
-        progress: called with (tokens done, tokens in all, what).
-
-    Raises:
-        UsageError: fewer than `MIN_TOKENS` tokens.
-        NumericsError: an activation is NaN or infinite.
+        sequences: token ids of texts.
+        limit: tokens in all, at most; the last window that is drawn is cut to it.
+        context: tokens that the model can hold.
+        rng: chooses the windows where there are more than `limit` tokens.
     """
-    total = count_tokens(sequences)
-    context = min(decoder.config.context_length, total)
-    model = CachedModel(decoder, kv_tokens=context, vocab_size=decoder.config.vocab_size, kv_dtype=torch.float32)
-    stats = ActivationStats(keep, group_size, rng)
-    done = 0
-    for text in (s[i : i + context] for s in sequences for i in range(0, len(s), context)):
-        window = list(text[: total - done])
-        for start in range(0, len(window), _CHUNK):
-            ids = window[start : start + _CHUNK]
-            model.hidden([Feed(0, ids, start, len(ids))], observe=stats.observe)
-            done += len(ids)
-            if progress:
-                progress(done, total, "calibrating")
-        model.release(0)
-    return stats
+    size = min(context, WINDOW)
+    found = [text[i : i + size] for text in sequences for i in range(0, len(text), size)]
+    chosen: dict[int, Sequence[int]] = {}
+    left = limit
+    for i in rng.permutation(len(found)):
+        if left:
+            chosen[int(i)] = found[i][:left]
+            left -= len(chosen[int(i)])
+    return [chosen[i] for i in sorted(chosen)]
+
+
+class Calibration:
+    """The residual rows of a calibration set between two layers.
+
+    Attributes:
+        tokens: T.
+    """
+
+    def __init__(self, source: Checkpoint, texts: Sequence[Sequence[int]], table: Format) -> None:
+        """Embed the texts.
+
+        Args:
+            source: the model; its embedding is read.
+            texts: windows of token ids, none longer than the context.
+            table: the format of the embedding.
+        """
+        ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
+        used, self._ids = torch.unique(ids, return_inverse=True)
+        self.tokens = len(ids)
+        self._batches = list(_batches([len(text) for text in texts]))
+        blocks = max(sum(-(-count // BLOCK_SIZE) for count in counts) for _, counts in self._batches)
+        config = source.config
+        self._pool = BlockPool(1, blocks, config.num_kv_heads, config.head_dim, torch.float32)
+        # Only the rows that occur: the table is the largest weight of a small model.
+        values = source.tensor(EMBEDDING)[used]
+        small = prepare(values_of(values) if table.kind == "stored" else table.encode(values))
+        self._model = PreparedModel(config, Stack(), torch.zeros(config.hidden_size), small, small, 0)
+        self._rows_TD = torch.empty(self.tokens, config.hidden_size)
+        for rows, batch in self._ragged():
+            self._rows_TD[rows] = Decoder(self._model).hidden(batch, KVCache(), observe=lambda *_: None)
+
+    def observe(self, layer: int, weights: Weights, inputs: LayerInputs) -> None:
+        """Let `inputs` see what the linear layers of a layer read; the rows stay before it.
+
+        Raises:
+            NumericsError: an activation is NaN or infinite.
+        """
+        decoder = self._decoder(layer, weights)
+        for rows, batch in self._ragged():
+            decoder.hidden(
+                batch, self._pool.layers, lambda _, name, x_TK: inputs.observe(name, x_TK), self._rows_TD[rows], layer
+            )
+
+    def advance(self, layer: int, weights: Weights) -> None:
+        """Take the rows through a layer, as these weights and the rounding of its inputs have it."""
+        decoder = self._decoder(layer, weights)
+        for rows, batch in self._ragged():
+            self._rows_TD[rows] = decoder.hidden(batch, self._pool.layers, None, self._rows_TD[rows], layer)
+
+    def _decoder(self, layer: int, weights: Weights) -> Decoder:
+        return Decoder(replace(self._model, layers=Stack([prepare_layer(weights, layer)])))
+
+    def _ragged(self) -> Iterator[tuple[slice, Ragged]]:
+        """Batch by batch, the rows and their places; each batch takes the whole pool."""
+        for rows, counts in self._batches:
+            tables = [BlockTable(self._pool) for _ in counts]
+            slots = [slot for table, count in zip(tables, counts, strict=True) for slot in table.append(count)]
+            yield (
+                rows,
+                Ragged(
+                    ids=self._ids[rows],
+                    positions=torch.cat([torch.arange(count) for count in counts]),
+                    slots=torch.tensor(slots, dtype=torch.int64),
+                    row_counts=counts,
+                    tables=tuple(torch.tensor(table.blocks, dtype=torch.int64) for table in tables),
+                    lengths=counts,
+                ),
+            )
+            for table in tables:
+                table.truncate(0)
+
+
+def values_of(tensor: Tensor) -> Packed:
+    """A matrix [N, K] float32 as it is, for inputs as they are."""
+    return get_format("f32").encode(tensor)
+
+
+def _batches(lengths: Sequence[int]) -> Iterator[tuple[slice, tuple[int, ...]]]:
+    """Neighbouring windows of up to `_CHUNK` rows together, one window at least: their rows, and how many of each."""
+    start, counts = 0, [lengths[0]]
+    for length in lengths[1:]:
+        if sum(counts) + length > _CHUNK:
+            yield slice(start, start + sum(counts)), tuple(counts)
+            start, counts = start + sum(counts), []
+        counts.append(length)
+    yield slice(start, start + sum(counts)), tuple(counts)

@@ -58,7 +58,7 @@ def key_of(model: Path, recipe: Recipe, calibration: Sequence[Sequence[int]] | N
             found.update(stream.read(_EDGE))
             stream.seek(max(0, stat.st_size - _EDGE))
             found.update(stream.read())
-    if recipe.method == "awq":
+    if recipe.calibrated:
         found.update(json.dumps([list(text) for text in calibration or ()]).encode())
         found.update(json.dumps(rng.bit_generator.state, default=_plain).encode())
     return found.hexdigest()
