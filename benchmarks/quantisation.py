@@ -4,9 +4,8 @@
     python benchmarks/quantisation.py prices FOLDER     prices against true single changes, and sums against the whole
 
 FOLDER is what `bitdraft measure -o` wrote. Both go on where they stopped: lines are kept in benchmarks/results.
-Recipes are those of `bitdraft formats` with a method; `NAME-ls` rounds with the range of each group shrunk to the least
-squared error; `mixed-BITS` is an allocation within so many bits a weight, the head counted, and `mixed-BITS-head8` one
-of the layers beside an 8-bit head.
+Recipes are those of `bitdraft quantize`; `mixed-BITS` is an allocation within so many bits a weight, the head counted,
+and `mixed-BITS-head8` one of the layers beside an 8-bit head; both are rounded by method clip.
 """
 
 import argparse
@@ -22,25 +21,24 @@ import torch
 from bitdraft.formats import Format, Recipe, get_format
 from bitdraft.measure.probe_texts import probe_of_folder
 from bitdraft.measure.stats import combine, ratio_of_sums, resample
+from bitdraft.measure.workload import calibration_texts
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Weights
 from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.models.tokenizer import check_pair
 from bitdraft.quantize.allocate import HEAD, allocate, candidates
-from bitdraft.quantize.differentiable import LINEAR
-from bitdraft.quantize.load import Source, open_source
+from bitdraft.quantize.load import open_source
 from bitdraft.quantize.mixed import layer_rows, save_allocation, summary_rows, uniform_kl
 from bitdraft.quantize.objective import Budget, Response
-from bitdraft.quantize.pipeline import quantize
+from bitdraft.quantize.pipeline import LINEAR, quantize
 from bitdraft.quantize.probe import AcceptanceProbe
-from bitdraft.quantize.rounding import clipped
 from bitdraft.quantize.sensitivity import Sensitivities, least_squares, sensitivities
 from bitdraft.quantize.teacher_forced import TeacherForced
 
 RESULTS = Path(__file__).parent / "results"
 DRAFT = "qwen2.5-coder-0.5b"
 RECIPES = (
-    "bf16,fp8,w8a8,w4a16,w4a16-ls,w4a16-g64-asym-ls,w4a8,w3a16-asym,w3a16-asym-ls,w2a16-asym-ls,"
+    "bf16,fp8,w8a8,w4a16,w4a16-clip,w4a16-g64-asym-clip,w4a8,w3a16-asym,w3a16-asym-clip,w2a16-asym-clip,"
     "mixed-4.25-head8,mixed-4.25,mixed-3.5-head8,mixed-3.5"
 )
 ANCHORS = ("w4a16-g64-asym", "w3a16-g64-asym")
@@ -50,22 +48,6 @@ PRICED_TEXTS, PRICED_TOKENS, SEED = 3, 32, 0
 def say(done: int, total: int | None, what: str) -> None:
     if done == total:
         print(f"  {what}", file=sys.stderr, flush=True)
-
-
-def least_squares_weights(source: Source, recipe: Recipe) -> Weights:
-    """A draft rounded with least squared error, by group."""
-    plain = quantize(source.checkpoint, Recipe.parse("bf16"), rng=np.random.default_rng(SEED))
-    for name, packed in plain.packed.items():
-        form = recipe.format_of("lm_head" if name == "model.embed_tokens" else name)
-        weight = packed.codes.float()
-        if form.group_size is None:
-            plain.packed[name] = form.encode(weight)
-        else:
-            eye = torch.eye(form.group_size).expand(weight.shape[1] // form.group_size, -1, -1)
-            plain.packed[name] = clipped(weight, eye, form)
-    if source.checkpoint.config.tied_head:
-        plain.packed["model.embed_tokens"] = plain.packed["lm_head"]
-    return plain
 
 
 class Pair:
@@ -121,11 +103,9 @@ class Pair:
 
     def weights(self, name: str) -> Weights:
         """The draft in a recipe of this file."""
-        if name.startswith("mixed-"):
-            return least_squares_weights(self.draft, self.mixed(name))
-        if name.endswith("-ls"):
-            return least_squares_weights(self.draft, Recipe.parse(name.removesuffix("-ls")))
-        return quantize(self.draft.checkpoint, Recipe.parse(name), rng=np.random.default_rng(SEED))
+        recipe = self.mixed(name) if name.startswith("mixed-") else Recipe.parse(name)
+        calibration = [self.draft.tokenizer.encode(text) for text in calibration_texts()]
+        return quantize(self.draft.checkpoint, recipe, rng=np.random.default_rng(SEED), calibration=calibration)
 
     def judge(self, name: str) -> dict[str, Any]:
         """Bits, and the overlaps of every text."""
@@ -185,7 +165,7 @@ def table(pair: Pair, names: list[str]) -> None:
 
 
 def pairs_to_compare(lines: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    uniform = {"4.25": ("w4a16", "w4a16-ls", "w4a16-g64-asym-ls"), "3.5": ("w3a16-asym", "w3a16-asym-ls")}
+    uniform = {"4.25": ("w4a16", "w4a16-clip", "w4a16-g64-asym-clip"), "3.5": ("w3a16-asym", "w3a16-asym-clip")}
     for name in lines:
         if name.startswith("mixed-"):
             yield from ((name, other) for other in uniform.get(name.split("-")[1], ()) if other in lines)

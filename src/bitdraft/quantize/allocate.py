@@ -97,12 +97,12 @@ class Allocation:
         """Format names by tensor, for a recipe."""
         return {choice.tensor: choice.format for choice in self.choices}
 
-    def recipe(self, method: Method = "nearest") -> Recipe:
+    def recipe(self, method: Method = "clip") -> Recipe:
         """The recipe; its name says the bits a weight, and which choice it is by the start of a SHA-256."""
         return mixed_recipe(self.formats, self.base, self.expected.bits, method)
 
 
-def mixed_recipe(formats: Mapping[str, str], base: str, bits: float, method: Method = "nearest") -> Recipe:
+def mixed_recipe(formats: Mapping[str, str], base: str, bits: float, method: Method = "clip") -> Recipe:
     """A recipe of one format for each tensor.
 
     Args:
@@ -110,7 +110,7 @@ def mixed_recipe(formats: Mapping[str, str], base: str, bits: float, method: Met
         method: how weights are rounded.
     """
     digest = sha256(repr((base, sorted(formats.items()))).encode()).hexdigest()[:8]
-    name = f"mixed-{bits:.2f}bits-{digest}" + ("" if method == "nearest" else f"-{method}")
+    name = f"mixed-{bits:.2f}bits-{digest}" + f"-{method}"
     return Recipe(name, get_format(base), method, {tensor: get_format(form) for tensor, form in formats.items()})
 
 

@@ -16,20 +16,10 @@ from torch.nn import functional
 
 from ..models.checkpoint import Checkpoint
 from ..models.config import ModelConfig
+from ..models.tensor_names import tensor_shapes
 from ..ops import Rotary
 from ..ops.reference import rms_norm
-from .pipeline import VECTORS
-
-LINEAR = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.o_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "mlp.down_proj",
-)
-"""The linear layers of a layer, in the order in which they are computed."""
+from .pipeline import LINEAR
 
 Change = Callable[[str, Tensor], Tensor]
 """From a linear layer's full name and its weight [N, K] float32 to the weight to compute with."""
@@ -68,10 +58,11 @@ class Rows:
 def layer_weights(source: Checkpoint, layer: int, change: Change | None = None) -> dict[str, Tensor]:
     """Everything that one layer holds, by name within the layer; linear layers as `change` makes them."""
     prefix = f"model.layers.{layer}."
-    found = {name: source.tensor(prefix + name) for name in VECTORS if source.has(prefix + name)}
-    for name in LINEAR:
-        weight = source.tensor(f"{prefix}{name}.weight")
-        found[f"{name}.weight"] = change(prefix + name, weight) if change else weight
+    names = [name for name in tensor_shapes(source.config) if name.startswith(prefix)]
+    found = {name.removeprefix(prefix): source.tensor(name) for name in names}
+    if change:
+        for name in LINEAR:
+            found[f"{name}.weight"] = change(prefix + name, found[f"{name}.weight"])
     return found
 
 
@@ -88,11 +79,11 @@ def run_layer(
         return outputs[name]
 
     n_TD = rms_norm(x_TD, weights["input_layernorm.weight"], config.norm_eps)
-    q, k, v = (linear(name, n_TD) for name in LINEAR[:3])
-    x_TD = x_TD + linear(LINEAR[3], _attend(q, k, v, weights, config, rotary, rows))
+    q, k, v = (linear(f"self_attn.{name}_proj", n_TD) for name in "qkv")
+    x_TD = x_TD + linear("self_attn.o_proj", _attend(q, k, v, weights, config, rotary, rows))
     n_TD = rms_norm(x_TD, weights["post_attention_layernorm.weight"], config.norm_eps)
-    gate, up = (linear(name, n_TD) for name in LINEAR[4:6])
-    return x_TD + linear(LINEAR[6], functional.silu(gate) * up), Taps(inputs, outputs)
+    gate, up = (linear(f"mlp.{name}_proj", n_TD) for name in ("gate", "up"))
+    return x_TD + linear("mlp.down_proj", functional.silu(gate) * up), Taps(inputs, outputs)
 
 
 def _attend(

@@ -67,13 +67,23 @@ def allocate_for(
     reference = TeacherForced(draft.checkpoint, probe.short(TEXTS, TOKENS), usable, progress)
     prices = sensitivities(reference, formats, rng=rng, path=journal, progress=progress)
     head = f"w8a{activation}"
-    points = []
-    for bits in (3, 4):
-        form = get_format(f"w{bits}a{activation}-g64-asym")
-        points.append((uniform_kl(prices, form, head), uniform_outcome(reference, form, head, progress).acceptance))
+    points = [
+        (uniform_kl(prices, form, head), uniform_outcome(reference, form, head, progress).acceptance)
+        for form in _anchors(prices, activation)
+    ]
     response = Response.fit(reference.acceptance, points)
     config = draft.checkpoint.config
     return allocate(config, prices, formats, limit, response, speed, None if with_head else head)
+
+
+def _anchors(prices: Sensitivities, activation: str) -> list[Format]:
+    """Uniform formats that the response is fitted through: 3 and 4 bits in the larger group that fits every tensor."""
+    tensors = {tensor for tensor, _ in prices.kl}
+    for group in (64, 32):
+        forms = [get_format(f"w{bits}a{activation}-g{group}-asym") for bits in (3, 4)]
+        if all((tensor, form.name) in prices.kl for tensor in tensors for form in forms):
+            return forms
+    return [get_format(f"w8a{activation}")]
 
 
 def uniform_kl(prices: Sensitivities, form: Format, head: str) -> float:
@@ -115,7 +125,7 @@ def to_json(allocation: Allocation) -> dict[str, Any]:
     }
 
 
-def load_recipe(path: Path, method: Method = "nearest") -> Recipe:
+def load_recipe(path: Path, method: Method = "clip") -> Recipe:
     """The recipe of a choice that `save_allocation` wrote.
 
     Raises:

@@ -31,8 +31,9 @@ from torch import Tensor
 from ..errors import UsageError
 from ..formats import Format
 from ..ops.reference import rms_norm
-from .differentiable import LINEAR, embedding_name, layer_weights, run_layer
-from .rounding import clipped
+from .differentiable import embedding_name, layer_weights, run_layer
+from .pipeline import LINEAR
+from .rounding import best_shrink
 from .teacher_forced import Progress, TeacherForced
 
 Rounder = Callable[[Tensor, Format], Tensor]
@@ -62,11 +63,10 @@ class Sensitivities:
 
 
 def least_squares(weight_NK: Tensor, form: Format) -> Tensor:
-    """The values of a weight in a format, the range of each group shrunk to where its squared error is least."""
-    if form.kind != "integer" or form.group_size is None:
+    """The values of a weight in a format, each range shrunk to where its squared error is least: method `clip`."""
+    if form.kind != "integer":
         return form.round(weight_NK)
-    groups = weight_NK.shape[1] // form.group_size
-    return form.decode(clipped(weight_NK, torch.eye(form.group_size).expand(groups, -1, -1), form))
+    return form.round(weight_NK, best_shrink(weight_NK, form))
 
 
 def sensitivities(
