@@ -3,7 +3,8 @@
     python benchmarks/quantisation.py table FOLDER      each recipe on the texts of a measurement, to a table
     python benchmarks/quantisation.py prices FOLDER     prices against true single changes, and sums against the whole
 
-FOLDER is what `bitdraft measure -o` wrote. Both go on where they stopped: lines are kept in benchmarks/results.
+FOLDER is what `bitdraft measure -o` wrote, or a saved probe. Both go on where they stopped: lines are kept in
+benchmarks/results.
 Recipes are those of `bitdraft quantize`; `mixed-BITS` is an allocation within so many bits a weight, the head counted,
 and `mixed-BITS-head8` one of the layers beside an 8-bit head; both are rounded by method clip.
 """
@@ -36,7 +37,6 @@ from bitdraft.quantize.sensitivity import Sensitivities, least_squares, sensitiv
 from bitdraft.quantize.teacher_forced import TeacherForced
 
 RESULTS = Path(__file__).parent / "results"
-DRAFT = "qwen2.5-coder-0.5b"
 RECIPES = (
     "bf16,fp8,w8a8,w4a16,w4a16-clip,w4a16-g64-asym-clip,w4a8,w3a16-asym,w3a16-asym-clip,w2a16-asym-clip,"
     "mixed-4.25-head8,mixed-4.25,mixed-3.5-head8,mixed-3.5"
@@ -53,11 +53,11 @@ def say(done: int, total: int | None, what: str) -> None:
 class Pair:
     """A draft, the probe of a folder, and the prices of the draft's tensors."""
 
-    def __init__(self, folder: Path, texts: int, tokens: int) -> None:
-        whole = probe_of_folder(folder)
+    def __init__(self, folder: Path, draft: str, texts: int, tokens: int) -> None:
+        whole = AcceptanceProbe.load(folder) if (folder / "probe.json").exists() else probe_of_folder(folder)
         self.probe = whole.short(texts, tokens)
         self.priced = whole.short(PRICED_TEXTS, PRICED_TOKENS)
-        self.draft, target = open_source(DRAFT), open_source(whole.target.model)
+        self.draft, target = open_source(draft), open_source(whole.target.model)
         self.width, self.usable = target.tokenizer.vocab_size, check_pair(target.tokenizer, self.draft.tokenizer)
         self.path = RESULTS / f"quantisation-{self.probe.digest[:8]}.jsonl"
         self.notes = RESULTS / f"quantisation-{self.priced.digest[:8]}-prices.jsonl"
@@ -145,7 +145,8 @@ def table(pair: Pair, names: list[str]) -> None:
     lines = {}
     for name in names:
         lines[name] = kept(pair.path, name, lambda name=name: pair.judge(name))  # type: ignore[misc]
-    print(f"\n{len(pair.probe.texts)} texts, {pair.probe.tokens} tokens of {DRAFT} for {pair.probe.target.model}\n")
+    probe = pair.probe
+    print(f"\n{len(probe.texts)} texts, {probe.tokens} tokens, {pair.draft.name} for {probe.target.model}\n")
     print(
         "| recipe | bits | layers | "
         + " | ".join(f"{w}: acceptance, share" for w in pair.probe.workloads)
@@ -231,12 +232,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("table", "prices"))
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
     parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--texts", type=int, default=24, help="of each workload")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--changes", type=int, default=21, help="single changes that prices are held against")
     asked = parser.parse_args()
-    pair = Pair(asked.folder, asked.texts, asked.tokens)
+    pair = Pair(asked.folder, asked.draft, asked.texts, asked.tokens)
     if asked.what == "table":
         table(pair, asked.recipes.split(","))
     else:

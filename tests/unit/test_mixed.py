@@ -1,18 +1,26 @@
 """Mixed precision from end to end, on a tiny random pair: texts, prices, choice, and the draft that comes of it."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from model_files import config, write_folder
+from synthetic_trace import Spec, describe
+from typer.testing import CliRunner
 
+from bitdraft import cli
 from bitdraft.errors import UsageError
 from bitdraft.formats import Recipe
 from bitdraft.measure.probe_texts import write_probe
+from bitdraft.measure.speed import speed_of
+from bitdraft.measure.trace import CostSample, Size, Trace
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.decoder import Decoder, prepare_model
+from bitdraft.ops.encoding import dequantize
 from bitdraft.quantize.load import Source, open_source
-from bitdraft.quantize.mixed import allocate_for
+from bitdraft.quantize.mixed import allocate_for, load_recipe
 from bitdraft.quantize.pipeline import quantize
 from bitdraft.quantize.probe import AcceptanceProbe
 from bitdraft.types import SamplingParams
@@ -60,3 +68,36 @@ def test_milliseconds_without_costs_are_refused_before_any_work(pair: tuple[Sour
     draft, target, probe = pair
     with pytest.raises(UsageError, match="step costs"):
         allocate_for(draft, target, probe, "12ms", rng=np.random.default_rng(0))
+
+
+def test_the_verb_writes_a_folder_that_loads_and_says_what_it_chose(
+    pair: tuple[Source, Source, AcceptanceProbe], tmp_path: Path
+) -> None:
+    draft, target, _ = pair
+    prompts = draft.path.parent / "prompts.jsonl"
+    words = f"quantize {draft.path} --format w4a16 --budget 4.75bits --target {target.path} --workload {prompts}"
+    result = CliRunner().invoke(cli.app, [*words.split(), "-o", str(tmp_path / "out")], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "kv6" in result.stdout
+    wanted = load_recipe(tmp_path / "out" / "allocation.json")
+    made = open_source(str(tmp_path / "out"), use_cache=False).checkpoint
+    direct = quantize(draft.checkpoint, wanted, rng=np.random.default_rng(0))
+    for tensor in wanted.formats:
+        stored = dequantize(made.packed(f"{tensor}.weight"))
+        assert torch.equal(stored, dequantize(direct.packed[tensor]))
+    neither = CliRunner().invoke(cli.app, ["quantize", str(draft.path), "--budget", "4bits", "-o", str(tmp_path / "x")])
+    assert isinstance(neither.exception, UsageError)
+
+
+def test_speed_is_a_line_through_timings() -> None:
+    run = describe(Spec())
+    costs = [CostSample("target", None, rows, r, 20.0 + 2 * rows) for rows in (1, 3, 5) for r in range(3)]
+    costs += [CostSample("draft", name, 1, 0, ms) for name, ms in (("bf16", 11.0), ("w4a16", 4.0))]
+    sizes = {name: Size(name, size, size, 4.0) for name, size in (("bf16", 10_000_000), ("w4a16", 3_000_000))}
+    speed = speed_of(Trace(run, costs=(*costs, CostSample("overhead", None, 1, 0, 0.5)), sizes=sizes))
+    assert [speed.draft_ms(size) for size in (0, 3e6, 5e6)] == pytest.approx([1.0, 4.0, 6.0])
+    assert [speed.verify_ms(rows) for rows in (1, 2, 5, 10)] == pytest.approx([22.5, 24.5, 30.5, 60.5])
+    one = speed_of(Trace(run, costs=tuple(costs[:-1]), sizes=sizes))
+    assert one.draft_ms(5e6) == pytest.approx(5.5)
+    with pytest.raises(UsageError, match="no timings"):
+        speed_of(Trace(run))

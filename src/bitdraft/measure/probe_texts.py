@@ -60,7 +60,7 @@ def write_probe(
 
     Args:
         target: the target. recipe: what it runs in.
-        workloads: built-in names or files. prompts: how many of each.
+        workloads: built-in names or files. prompts: how many of each, at most.
         sampling: how it writes.
         clock: seconds.
         batch: texts that are written side by side.
@@ -69,7 +69,7 @@ def write_probe(
     Raises:
         UsageError: a workload that cannot be read, or prompts that are too long.
     """
-    asked = [p for spec in workloads for p in load_workload(spec, prompts)]
+    asked = [p for spec in workloads for p in load_workload(spec, None)[:prompts]]
     context = target.checkpoint.config.context_length
     ids = tokenise(asked, target.tokenizer, sampling.max_tokens, context)
     longest = max(len(tokens) for tokens in ids.values()) + sampling.max_tokens

@@ -246,7 +246,7 @@ def baselines(
     response: Response,
     speed: Speed | None = None,
 ) -> list[Prediction]:
-    """Uniform formats with an 8-bit head, and the usual rule of 6 bits for keys and values, as far as priced."""
+    """Uniform formats with an 8-bit head, and with 6 bits for keys and values ("kv6"), as far as priced."""
     tensors = list(weights_by_tensor(config))
     width = formats[0].name.split("-")[0].partition("a")[2]
     head, found = f"w8a{width}", []
@@ -256,6 +256,6 @@ def baselines(
             chosen = {t: keys if t.endswith((".k_proj", ".v_proj")) else form.name for t in tensors} | {HEAD: head}
             rule = keys != form.name
             if (form.bits < 6 or not rule) and all((t, f) in prices.kl for t, f in chosen.items()):
-                name = f"{form.name}, k and v {keys}" if rule else form.name
+                name = f"{form.name} kv6" if rule else form.name
                 found.append(predict(name, chosen, config, prices, response, speed))
     return found
