@@ -52,6 +52,7 @@ NOT_HERE = {
     "docs/reference/cli.md": [
         "bitdraft measure --target qwen2.5-coder-1.5b",
         "bitdraft generate 'List the days of the week twice.'",
+        "bitdraft quantize smollm2-135m",
         "bitdraft bench kernels",
         "bitdraft bench step smollm2-135m",
         "bitdraft pull smollm2-135m",

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save
 
 from bitdraft.errors import FormatError
-from bitdraft.formats import FORMATS, Recipe, get_format
+from bitdraft.formats import FORMATS, METHODS, Recipe, get_format
 from bitdraft.formats.resolution import resolution_report
 from bitdraft.ops.packed import concatenate
 
@@ -99,16 +99,33 @@ def test_a_recipe_is_a_format_and_a_method(text: str, name: str, form: str, meth
     assert Recipe.parse(name) == recipe
 
 
-@pytest.mark.parametrize("text", ["awq", "-awq", "w4a16-gptq", "w4a16-awq-awq", "w4a16-rtn-awq", "w4a16-awq-g64"])
+@pytest.mark.parametrize("text", ["awq", "-awq", "w4a16-gptq-awq", "w4a16-awq-awq", "w4a16-rtn-awq", "w4a16-awq-g64"])
 def test_an_unknown_recipe_is_refused(text: str) -> None:
     with pytest.raises(FormatError, match="there is no format"):
         Recipe.parse(text)
 
 
-@pytest.mark.parametrize("text", ["bf16-awq", "w8a8-awq", "fp8-awq"])
-def test_awq_needs_groups(text: str) -> None:
-    with pytest.raises(FormatError, match=r"has no groups.*w4a16-awq"):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("w8a8-awq", r"has no groups.*w4a16-awq"),
+        ("bf16-awq", r"bf16 has none.*Expected bf16 alone.*w4a16-awq"),
+        ("fp8-gptq", r"gptq chooses among the codes of integers, and fp8_e4m3 has none"),
+        ("w4a16-smooth", r"reads 16-bit inputs\. Expected 8-bit inputs, such as w4a8-smooth"),
+        ("w8a16-smooth-gptq", r"such as w8a8-smooth-gptq"),
+    ],
+)
+def test_a_method_that_does_nothing_for_a_format_is_refused(text: str, why: str) -> None:
+    with pytest.raises(FormatError, match=why):
         Recipe.parse(text)
+
+
+def test_every_method_has_a_recipe() -> None:
+    for method in METHODS:
+        recipe = Recipe.parse(f"w4a8-asym-{'rtn' if method == 'nearest' else method}")
+        assert recipe.method == method
+        assert recipe.calibrated == (method not in ("nearest", "clip"))
+        assert recipe.scaling == (method.partition("-")[0] if method[:3] in ("awq", "smo") else None)
 
 
 @pytest.mark.parametrize("text", ["stored-a8-awq", "stored-a16-rtn"])

@@ -116,13 +116,23 @@ def test_recipes_are_kept_side_by_side(source: Source) -> None:
     assert len(files(source)) == 3
 
 
-def test_calibration_and_its_seed_are_part_of_an_awq_key_only(source: Source) -> None:
-    awq, plain = Recipe.parse("w4a8-awq"), Recipe.parse("w4a8")
+def test_calibration_and_its_seed_are_part_of_the_key_of_a_calibrated_method_only(source: Source) -> None:
+    gptq, plain = Recipe.parse("w4a8-gptq"), Recipe.parse("w4a8-clip")
     texts, others = [[1, 2, 3]], [[1, 2, 4]]
-    assert key_of(source.path, awq, texts, rng()) == key_of(source.path, awq, texts, rng())
-    assert key_of(source.path, awq, texts, rng()) != key_of(source.path, awq, others, rng())
-    assert key_of(source.path, awq, texts, rng()) != key_of(source.path, awq, texts, np.random.default_rng(1))
+    assert key_of(source.path, gptq, texts, rng()) == key_of(source.path, gptq, texts, rng())
+    assert key_of(source.path, gptq, texts, rng()) != key_of(source.path, gptq, others, rng())
+    assert key_of(source.path, gptq, texts, rng()) != key_of(source.path, gptq, texts, np.random.default_rng(1))
     assert key_of(source.path, plain, texts, rng()) == key_of(source.path, plain, others, np.random.default_rng(1))
+
+
+def test_formats_of_single_layers_are_part_of_a_key(source: Source) -> None:
+    plain = Recipe.parse("w4a8")
+    mixed = [
+        dataclasses.replace(plain, formats={layer: Recipe.parse(form).format})
+        for layer in ("lm_head", "model.layers.0.mlp.up_proj")
+        for form in ("w6a8", "w3a8")
+    ]
+    assert len({key_of(source.path, recipe, None, rng()) for recipe in (plain, *mixed)}) == 5
 
 
 def test_another_version_of_bitdraft_has_another_key(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

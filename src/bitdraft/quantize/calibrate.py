@@ -25,8 +25,8 @@ from ..ops.packed import Packed
 MIN_TOKENS = 512
 """Fewer tokens than this say little about a channel: calibration refuses."""
 
-TOKENS = 4096
-"""Tokens that are read unless the caller says otherwise: every one costs as much time as running the model on it."""
+TOKENS = 2048
+"""Tokens that are read unless the caller says otherwise: each costs as much time as running the model on it twice."""
 
 WINDOW = 512
 """Tokens that are read as one text; a longer text goes on in a fresh context."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -107,15 +107,21 @@ def quantize_folder(
     writer.finish(*ends)
     if progress:
         progress(config.num_layers + 1, config.num_layers + 1, doing(recipe))
+    return _report(source, recipe, folder, notes, {id(p): p.nbytes for p in ends[:2]}.values())
+
+
+def _report(
+    source: Source, recipe: Recipe, folder: Path, notes: "_Notes", head_and_embedding: Iterable[int]
+) -> QuantizeReport:
+    config = source.checkpoint.config
     weights = config.num_layers * sum(prod(config.linear_shapes()[f"model.layers.0.{name}"]) for name in LINEAR)
     linear, others = notes.sizes()
-    outer = {id(packed): packed.nbytes for packed in ends[:2]}
     return QuantizeReport(
         folder=folder,
         recipe=recipe.name,
         method=recipe.method,
         bits_per_weight=8 * linear / weights,
-        nbytes=linear + others + sum(outer.values()) + 4 * ends[2].numel(),
+        nbytes=linear + others + sum(head_and_embedding) + 4 * config.hidden_size,
         measured="outputs" if recipe.calibrated else "weights",
         errors=notes.mean_errors(),
     )

@@ -65,14 +65,26 @@ def feedback(products_KK: Tensor, *, by_activation: bool) -> Feedback:
         # H turned by 180 degrees is L L^T, so H = R R^T with R = L turned, upper triangular: U = R^-1.
         lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
         if not failed:
-            eye = torch.eye(K)
-            upper = torch.linalg.solve_triangular(lower, eye, upper=False).flip(0, 1)
-            return Feedback(damped, added, upper.contiguous(), order)
+            return Feedback(damped, added, _inverse(lower).flip(0, 1), order)
         share *= 9
     raise NumericsError(
         f"GPTQ: the products of {K} inputs have no Cholesky factor, though damped with {added:.3g}. Expected X^T X of "
         "finite inputs. Calibrate with other or more text."
     )
+
+
+def _inverse(lower_KK: Tensor) -> Tensor:
+    """The inverse of a lower triangular matrix, by halves: products take a tenth of the time of a triangular solver."""
+    K = len(lower_KK)
+    if K <= _BLOCK // 2:
+        solved: Tensor = torch.linalg.solve_triangular(lower_KK, torch.eye(K), upper=False)
+        return solved
+    half = K // 2
+    first, second = _inverse(lower_KK[:half, :half]), _inverse(lower_KK[half:, half:])
+    whole = torch.zeros(K, K)
+    whole[:half, :half], whole[half:, half:] = first, second
+    whole[half:, :half] = -(second @ (lower_KK[half:, :half] @ first))
+    return whole
 
 
 def gptq(weight_NK: Tensor, form: Format, given: Feedback) -> Packed:

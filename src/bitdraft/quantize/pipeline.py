@@ -258,7 +258,8 @@ def _rounded(source: Checkpoint, name: str, form: Format, recipe: Recipe) -> tup
             _read(source, name)  # says how many of its values are no numbers
         return form.keep(packed), 0.0
     weight_NK = _read(source, name)
-    plain = recipe.method == "nearest" or form.kind != "integer"
+    # A whole row of 8 bits gains nothing from a smaller range that would show, and the tables are large.
+    plain = recipe.method == "nearest" or form.kind != "integer" or (form.bits == 8 and name in (HEAD, EMBEDDING))
     packed = nearest(weight_NK, form) if plain else clipped(weight_NK, form)
     off = float((dequantize(packed) - weight_NK).square().sum())  # not in place: floats are the weight itself
     return packed, (off / max(float(weight_NK.square().sum()), 1e-30)) ** 0.5

@@ -49,7 +49,8 @@ def key_of(model: Path, recipe: Recipe, calibration: Sequence[Sequence[int]] | N
         calibration: token ids of texts, if the recipe reads them.
         rng: what chooses the rows that calibration keeps; its state is a part of the name, and is not moved.
     """
-    found = hashlib.sha256(f"{__version__} {abi.VERSION} {recipe.name}".encode())
+    own = sorted((layer, form.name) for layer, form in recipe.formats.items())
+    found = hashlib.sha256(f"{__version__} {abi.VERSION} {recipe.name} {own}".encode())
     files = [*sorted(model.glob("*.safetensors")), model / "config.json"] if model.is_dir() else [model]
     for file in files:
         stat = file.stat()
