@@ -13,7 +13,7 @@ tensor; a format then costs the product D x. Errors of different outputs (rows o
 * errors of different tensors add too, in KL, until they are large.
 
 What it leaves out: terms beyond the second order (2 bits), and the direction of an error, which helps or hurts the
-overlap on just these texts and averages out on others. Of SmolLM2-135M as its own draft, 21 single changes to 2, 3 and 4
+overlap on just these texts and averages out on others. Of SmolLM2-135M as its own draft, 21 single changes to 2, 3, 4
 bits (benchmarks/quantisation.py): rank correlation with the true KL 0.94; price over KL 0.92, spread by a factor 1.6.
 
 Shape suffixes: S draws of y, T rows of all texts, B texts, N outputs of a tensor, R of them sampled, K inputs.
