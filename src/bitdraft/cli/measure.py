@@ -4,7 +4,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ from ..types import SamplingParams
 from .app import app
 from .options import Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
 from .terminal import interruptible, out, progress_bars
+
+if TYPE_CHECKING:
+    from ..measure.config import MeasureConfig
 
 
 @app.command(
@@ -45,13 +48,15 @@ def measure(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each prompt is run to confirm a prediction.")] = 2,
     confirm: Annotated[int, typer.Option(min=0, help="Best combinations of each workload to run end to end.")] = 2,
     confirm_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each workload to run end to end.")] = 4,
+    attribute: Annotated[
+        str | None, typer.Option(help="A draft format whose loss of acceptance is to be explained, part by part.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
     no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """Answer which draft precision and length to use for a target, here and for this traffic, or none at all."""
     from ..measure.config import MeasureConfig
-    from ..measure.run import run
 
     config = MeasureConfig(
         target=target,
@@ -69,8 +74,7 @@ def measure(
         confirm=confirm,
         confirm_prompts=confirm_prompts,
     )
-    with interruptible("What was measured is kept; --resume goes on."), progress_bars() as bars:
-        run(config, output, resume=resume, use_cache=not no_cache, command=_command_line(), progress=bars)
+    _measure(config, output, attribute, resume, not no_cache)
     _render(output, as_json)
 
 
@@ -81,6 +85,22 @@ def report(
 ) -> None:
     """Make the reports of a measured run again from its trace, without any model."""
     _render(folder, as_json)
+
+
+def _measure(config: "MeasureConfig", output: Path, attribute: str | None, resume: bool, use_cache: bool) -> None:
+    import numpy as np
+
+    from ..formats import Recipe
+    from ..measure.run import run
+    from ..measure.swaps import attribute as explain
+
+    if attribute:
+        Recipe.parse(attribute)  # refuses before the long part
+    with interruptible("What was measured is kept; --resume goes on."), progress_bars() as bars:
+        run(config, output, resume=resume, use_cache=use_cache, command=_command_line(), progress=bars)
+        if attribute:
+            rng = np.random.default_rng(config.sampling.seed)
+            explain(output, attribute, rng=rng, workloads=config.workloads, progress=bars)
 
 
 def _listed(text: str) -> tuple[str, ...]:

@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import UsageError
 from .app import app
+from .budget import choose_formats, print_allocation
 from .options import Json, Seed
 from .terminal import err, interruptible, out, print_table, progress_bars
+
+if TYPE_CHECKING:
+    from ..quantize.allocate import Allocation
+    from ..quantize.command import QuantizeReport
 
 
 @app.command(epilog="Example: bitdraft pull smollm2-135m")
@@ -104,6 +109,11 @@ def quantize(
     workload: Annotated[
         str | None, typer.Option(help="What the model is for: warns if the texts are in another language.")
     ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Choose a format for every tensor within it: 4.25bits, 350MB or 12ms.")
+    ] = None,
+    target: Annotated[str | None, typer.Option(help="With --budget: the model that this one drafts for.")] = None,
+    report: Annotated[Path | None, typer.Option(help="With --budget: a measurement of the two, for --target.")] = None,
     seed: Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
     as_json: Json = False,
@@ -113,6 +123,7 @@ def quantize(
     from ..measure.workload import calibration_texts, workload_texts
     from ..quantize.command import quantize_folder
     from ..quantize.load import open_source
+    from ..quantize.mixed import save_allocation
     from ..quantize.scripts import language_warning
 
     recipe = Recipe.parse(f"{format}-{'rtn' if method == 'nearest' else method}" if method else format)
@@ -120,24 +131,28 @@ def quantize(
     if recipe.calibrated and workload and (warning := language_warning(texts, workload_texts(workload, None))):
         err.print(f"[bold yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
     with interruptible("Finished layers are kept; --resume goes on."), progress_bars() as bars:
-        report = quantize_folder(
-            open_source(model, bars),
-            recipe,
-            output,
-            seed=seed,
-            calibration=texts,
-            tokens=tokens,
-            resume=resume,
-            progress=bars,
+        source, chosen = open_source(model, bars), None
+        if budget:
+            chosen, recipe = choose_formats(source, budget, output, target, report, workload, recipe, seed, bars)
+        made = quantize_folder(
+            source, recipe, output, seed=seed, calibration=texts, tokens=tokens, resume=resume, progress=bars
         )
+        if chosen:
+            save_allocation(chosen, output / "allocation.json")
+    _print_quantized(made, chosen, as_json)
+
+
+def _print_quantized(made: "QuantizeReport", chosen: "Allocation | None", as_json: bool) -> None:
     if as_json:
-        print(json.dumps(report.as_json(), ensure_ascii=False))
+        print(json.dumps(made.as_json(), ensure_ascii=False))
         return
-    errors = [(name, f"{error:.4f}") for name, error in report.errors.items()]
-    print_table("errors", ("linear layer", f"relative error of its {report.measured}"), errors, as_json)
+    if chosen:
+        print_allocation(chosen)
+    errors = [(name, f"{error:.4f}") for name, error in made.errors.items()]
+    print_table("errors", ("linear layer", f"relative error of its {made.measured}"), errors, as_json)
     out.print(
-        f"\n{report.recipe}, method {report.method}: {report.bits_per_weight:.2f} bits a weight in the layers, "
-        f"{report.nbytes / 1e6:.1f} MB in all\nwritten: {report.folder}",
+        f"\n{made.recipe}, method {made.method}: {made.bits_per_weight:.2f} bits a weight in the layers, "
+        f"{made.nbytes / 1e6:.1f} MB in all\nwritten: {made.folder}",
         highlight=False,
         soft_wrap=True,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..attribution import attribution_json, attribution_markdown, load_attributions
 from ..files import writable, write_atomically
 from ..trace import Trace
 from .html import render_html
@@ -15,6 +16,8 @@ from .summary import Summary, build_plan, summarize, to_json
 def publish(folder: Path) -> tuple[Summary, list[Path]]:
     """Make report.html, report.md, report.json and plan.json from the trace in `folder`.
 
+    Attributions, if there are any, go into report.md and report.json.
+
     The bootstrap draws from a fixed seed: the same trace gives the same report.
 
     Returns:
@@ -24,10 +27,12 @@ def publish(folder: Path) -> tuple[Summary, list[Path]]:
         UsageError: there is no trace, a broken one, or one in which nothing was timed yet.
     """
     summary = summarize(Trace.load(folder), np.random.default_rng(0))
+    found = load_attributions(folder, np.random.default_rng(0))
+    record = to_json(summary) | {"attribution": {each.format: attribution_json(each) for each in found}}
     texts = {
         "report.html": render_html(summary),
-        "report.md": render_markdown(summary),
-        "report.json": json.dumps(to_json(summary), indent=2, ensure_ascii=False) + "\n",
+        "report.md": "\n".join([render_markdown(summary), *(attribution_markdown(each) + "\n" for each in found)]),
+        "report.json": json.dumps(record, indent=2, ensure_ascii=False) + "\n",
     }
     plan = build_plan(summary)
     with writable(folder):
