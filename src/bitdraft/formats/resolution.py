@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..ops.encoding import round_activations
+from ..ops.encoding import FLOAT8, round_activations
+from ..ops.packed import Packed
+from . import integer, minifloat
 from .base import get_format
 
 _ROWS = 16
@@ -73,3 +75,28 @@ def resolution_report(
 
 def _relative(rounded: Tensor, exact: Tensor) -> float:
     return float((rounded - exact).norm() / exact.norm())
+
+
+def round_like(weight_NK: Tensor, like: Packed) -> Tensor:
+    """Round a weight to nearest on the grid of another: same width, groups and zero points; what its format costs.
+
+    Of a GGUF block it is the width of the codes and groups of 32: a little finer or coarser than the block itself.
+
+    Args:
+        weight_NK: [N, K] float32, finite.
+        like: a weight of as many inputs.
+
+    Returns:
+        [N, K] float32.
+    """
+    if like.blocks is not None:
+        return integer.round_to_nearest(weight_NK, like.blocks.code_bits, 32, len(like.blocks.scales) == 1, 1.0)
+    if like.scales is None:
+        return weight_NK.to(like.codes.dtype).float()
+    N, K = weight_NK.shape
+    group = K // like.scales.shape[1]
+    if like.codes.is_floating_point():
+        kind = next(name for name, dtype in FLOAT8.items() if dtype == like.codes.dtype)
+        codes, scales = minifloat.encode(weight_NK.reshape(-1, group), kind)
+        return (codes.float() * scales).view(N, K)
+    return integer.round_to_nearest(weight_NK, like.bits, group, like.zeros is None, 1.0)

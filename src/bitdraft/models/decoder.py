@@ -49,7 +49,7 @@ def prepare_model(weights: Weights) -> PreparedModel:
     tied = weights.packed["model.embed_tokens"] is weights.packed["lm_head"]
     return PreparedModel(
         config=weights.config,
-        layers=Stack(_layer(weights, i) for i in range(weights.config.num_layers)),
+        layers=Stack(prepare_layer(weights, i) for i in range(weights.config.num_layers)),
         final_norm=weights.tensors["model.norm.weight"],
         head=head,
         embedding=head if tied else ops.prepare(weights.packed["model.embed_tokens"]),
@@ -124,7 +124,8 @@ class Decoder:
         return self._rotary
 
 
-def _layer(weights: Weights, i: int) -> Layer:
+def prepare_layer(weights: Weights, i: int) -> Layer:
+    """Bring the weights of one layer into the backend's layout."""
     prefix = f"model.layers.{i}."
 
     def fused(*names: str) -> Prepared:

@@ -1,0 +1,283 @@
+"""A model beside its original, layer by layer: one layer of each in memory at a time.
+
+Both models read the same text. Each layer is run on the original's rows, which shows its own error, and on the model's,
+which shows what the errors of all layers so far have become.
+
+Shape suffixes: R rows of text, D hidden size, K inputs, N outputs, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..models.cached import CachedModel
+from ..models.checkpoint import Checkpoint, Weights
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder, PreparedModel, prepare_layer
+from ..ops import Stack
+from ..ops.encoding import dequantize, is_finite
+from ..ops.packed import float_matrix
+from ..quantize.awq import READERS
+from ..quantize.pipeline import VECTORS
+from ..types import Feed
+from .model_doctor_weights import Folding, Match, TensorFacts, compare, some_rows, spread, tensor_facts
+
+Progress = Callable[[int, int | None, str], None]
+
+_OUTPUT_ROWS = 48
+"""Rows of text that the outputs of single linear layers are compared on."""
+_NORMS = {
+    "input_layernorm.weight": ("qkv", "self_attn.q_proj"),
+    "post_attention_layernorm.weight": ("gate_up", "mlp.up_proj"),
+}
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm.weight"
+
+
+@dataclass(frozen=True)
+class VectorFacts:
+    """A norm or a bias beside the original's.
+
+    Attributes:
+        name: Hugging Face's.
+        finite: whether every value is a number.
+        error: relative; 0 where it is folded into the weights that read it, and they say so.
+        offset: the mean of the difference. spread: its standard deviation.
+    """
+
+    name: str
+    finite: bool
+    error: float
+    offset: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer does to the text; medians over the rows of relative errors.
+
+    Attributes:
+        layer: its number.
+        own_error: of what it adds to the residual stream, on the original's rows.
+        stream_error: of the residual stream behind it, with the errors of all layers before.
+    """
+
+    layer: int
+    own_error: float
+    stream_error: float
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk through the layers found.
+
+    Attributes:
+        tensors, vectors, layers: the facts. foldings: of the linear layers that have one.
+        hidden, hidden_original: residual rows behind the last layer, [R, D]; None where the model is not finite, and
+            where there is no original.
+    """
+
+    tensors: tuple[TensorFacts, ...]
+    vectors: tuple[VectorFacts, ...]
+    layers: tuple[LayerFacts, ...]
+    foldings: Mapping[str, Folding]
+    hidden: Tensor | None
+    hidden_original: Tensor | None
+
+
+def as_stored(checkpoint: Checkpoint) -> Weights:
+    """A model's weights as its file stores them, finite or not; most lie in the file's pages."""
+    config = checkpoint.config
+    packed = {name: checkpoint.packed(f"{name}.weight") for name in config.linear_shapes()}
+    packed[EMBEDDING] = packed[HEAD] if config.tied_head else checkpoint.packed(f"{EMBEDDING}.weight")
+    names = [f"model.layers.{i}.{name}" for i in range(config.num_layers) for name in VECTORS]
+    return Weights(config, packed, {n: checkpoint.tensor(n) for n in (*names, FINAL_NORM) if checkpoint.has(n)})
+
+
+def walk(model: Weights, original: Weights | None, ids: Sequence[int], progress: Progress | None = None) -> Walk:
+    """Go through two models of the same sizes, layer by layer.
+
+    Args:
+        model: the one that is examined.
+        original: what it should be; None looks at the model alone.
+        ids: token ids of a text that both know.
+        progress: called with (layers done, layers, what).
+    """
+    tensors: list[TensorFacts] = []
+    vectors: list[VectorFacts] = []
+    layers: list[LayerFacts] = []
+    foldings: dict[str, Folding] = {}
+    own_RD: Tensor | None = _embed(model, ids)
+    exact_RD = None if original is None else _embed(original, ids)
+    for i in range(model.config.num_layers):
+        inputs: dict[str, Tensor] = {}
+        prefix = f"model.layers.{i}."
+        next_RD = None
+        if original is not None and exact_RD is not None:
+            next_RD = _run(original, i, exact_RD, inputs)
+            found, norms = _foldings(model, original, prefix)
+            foldings |= {prefix + name: folding for name, folding in found.items()}
+            vectors += norms
+        else:
+            vectors += [_vector(model, None, n) for n in model.tensors if n.startswith(prefix)]
+        for key, readers in READERS.items():
+            for name in readers:
+                tensors.append(_tensor(model, original, prefix + name, foldings, inputs.get(key)))
+        sound = all(t.finite for t in tensors[-7:]) and all(v.finite for v in vectors if v.name.startswith(prefix))
+        own_RD, facts = _layer(model, i, sound, own_RD, exact_RD, next_RD)
+        layers += facts
+        exact_RD = next_RD
+        if progress:
+            progress(i + 1, model.config.num_layers + 1, "examining layers")
+    vectors.append(_vector(model, original, FINAL_NORM))
+    for name in (HEAD,) if model.config.tied_head else (HEAD, EMBEDDING):
+        tensors.append(_tensor(model, original, name, foldings, None))
+    if progress:
+        progress(model.config.num_layers + 1, model.config.num_layers + 1, "examining layers")
+    return Walk(tuple(tensors), tuple(vectors), tuple(layers), foldings, own_RD, exact_RD)
+
+
+def hidden_rows(model: Weights, ids: Sequence[int]) -> Tensor:
+    """Residual rows behind the last layer, [R, D] float32, one layer in memory at a time."""
+    x_RD = _embed(model, ids)
+    for i in range(model.config.num_layers):
+        x_RD = _run(model, i, x_RD)
+    return x_RD
+
+
+def logits(model: Weights, x_RD: Tensor) -> Tensor:
+    """Final norm and head over residual rows: [R, V] float32."""
+    return ops.logits(x_RD, model.tensors[FINAL_NORM], model.config.norm_eps, ops.prepare(model.packed[HEAD]))
+
+
+def _embed(model: Weights, ids: Sequence[int]) -> Tensor:
+    return dequantize(some_rows(model.packed[EMBEDDING], torch.tensor(ids)))
+
+
+def _run(model: Weights, i: int, x_RD: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
+    """One layer over residual rows, [R, D]; what its linear layers read goes into `inputs`, by the keys of `READERS`.
+
+    The layer runs as a decoder of its own, with the rows as its embedding.
+    """
+    rows = ops.prepare(float_matrix(x_RD))
+    alone = PreparedModel(
+        config=replace(model.config, num_layers=1, vocab_size=len(x_RD)),
+        layers=Stack([prepare_layer(model, i)]),
+        final_norm=torch.ones(x_RD.shape[1]),
+        head=rows,
+        embedding=rows,
+        packed_bytes=0,
+    )
+    cached = CachedModel(Decoder(alone), kv_tokens=len(x_RD), vocab_size=len(x_RD), kv_dtype=torch.float32)
+
+    def keep(_: int, name: str, x_RK: Tensor) -> None:
+        assert inputs is not None
+        inputs[name] = x_RK.clone()
+
+    feed = Feed(0, tuple(range(len(x_RD))), 0, 0)
+    return cached.hidden([feed], keep if inputs is not None else None)
+
+
+def _layer(
+    model: Weights, i: int, sound: bool, own_RD: Tensor | None, exact_RD: Tensor | None, next_RD: Tensor | None
+) -> tuple[Tensor | None, list[LayerFacts]]:
+    """The model's own rows behind a layer, and its errors; nothing from the first layer on that is not finite."""
+    if not sound or own_RD is None:
+        return None, []
+    behind_RD = _run(model, i, own_RD)
+    if exact_RD is None or next_RD is None:
+        return behind_RD, []
+    same_RD = _run(model, i, exact_RD)
+    own = _median_error(same_RD - next_RD, next_RD - exact_RD)
+    return behind_RD, [LayerFacts(i, own, _median_error(behind_RD - next_RD, next_RD))]
+
+
+def _median_error(lost_RD: Tensor, whole_RD: Tensor) -> float:
+    """Over the rows: a few of them are a hundred times larger than all others, and would drown these."""
+    return float((lost_RD.norm(dim=-1) / whole_RD.norm(dim=-1).clamp(min=1e-30)).median())
+
+
+def _tensor(
+    model: Weights, original: Weights | None, name: str, foldings: Mapping[str, Folding], x_RK: Tensor | None
+) -> TensorFacts:
+    packed = model.packed[name]
+    finite = is_finite(packed)
+    match: Match | None = None
+    if original is not None and finite and is_finite(original.packed[name]):
+        rows = None if x_RK is None else x_RK[:: max(1, len(x_RK) // _OUTPUT_ROWS)]
+        match = compare(original.packed[name], packed, foldings.get(name, Folding()), rows)
+    return tensor_facts(name, packed, finite, match)
+
+
+def _vector(model: Weights, original: Weights | None, name: str, outputs: Tensor | None = None) -> VectorFacts:
+    found = model.tensors[name]
+    finite = bool(found.isfinite().all())
+    if original is None or not finite or name not in original.tensors:
+        return VectorFacts(name, finite, 0.0, 0.0, 0.0)
+    wanted = original.tensors[name] if outputs is None else original.tensors[name] * outputs
+    lost = found - wanted
+    error = float(lost.norm() / wanted.norm().clamp(min=1e-30))
+    return VectorFacts(name, True, error, float(lost.mean()), float(lost.std()))
+
+
+def _foldings(model: Weights, original: Weights, prefix: str) -> tuple[dict[str, Folding], list[VectorFacts]]:
+    """What a layer's weights were scaled by before rounding, and its vectors; a norm that is no fold is a fault."""
+    found: dict[str, Folding] = {}
+    vectors: list[VectorFacts] = []
+    for name, (key, reader) in _NORMS.items():
+        inputs = _norm_fold(model, original, prefix + name, prefix + reader)
+        vectors.append(
+            _vector(model, original, prefix + name)
+            if inputs is None
+            else VectorFacts(prefix + name, True, 0.0, 0.0, 0.0)
+        )
+        found |= {reader: Folding(inputs=inputs) for reader in READERS[key]}
+    for writer, reader in (("self_attn.v_proj", "self_attn.o_proj"), ("mlp.up_proj", "mlp.down_proj")):
+        pair = _row_fold(model, original, prefix + writer, prefix + reader, found[writer])
+        if pair is not None:
+            found[writer], found[reader] = replace(found[writer], outputs=pair[0]), Folding(inputs=pair[1])
+    for name in VECTORS:
+        if name not in _NORMS and prefix + name in model.tensors:
+            outputs = found["self_attn.v_proj"].outputs if name.endswith("v_proj.bias") else None
+            vectors.append(_vector(model, original, prefix + name, outputs))
+    return found, vectors
+
+
+def _norm_fold(model: Weights, original: Weights, norm: str, reader: str) -> Tensor | None:
+    """The model's norm over the original's, where the weights that read it make up for it."""
+    own, exact = model.tensors[norm], original.tensors[norm]
+    ratio = torch.where(exact.abs() > 1e-6, own / exact, 1.0)
+    if not bool(((ratio > 0) & ratio.isfinite()).all()) or float((ratio - 1).abs().max()) < 0.02:
+        return None
+    rows = spread(model.packed[reader].shape[0])
+    found = dequantize(some_rows(model.packed[reader], rows))
+    wanted = dequantize(some_rows(original.packed[reader], rows))
+    # Up's own rows may be scaled as well: directions are compared, not lengths.
+    cosines = [torch.cosine_similarity(found, w, dim=1).median() for w in (wanted / ratio, wanted)]
+    return ratio if bool(cosines[0] >= cosines[1]) else None
+
+
+def _row_fold(
+    model: Weights, original: Weights, writer: str, reader: str, folding: Folding
+) -> tuple[Tensor, Tensor] | None:
+    """Factors of the writer's rows that the reader's columns make up for: of its rows [N], of the inputs [K]."""
+    made, read = (dequantize(model.packed[name]) for name in (writer, reader))
+    rows = _gains(folding.apply(dequantize(original.packed[writer])), made, 1)
+    columns = _gains(dequantize(original.packed[reader]), read, 0)
+    if not bool((rows > 0).all()) or not bool((columns > 0).all()):
+        return None
+    inputs = _by_query_heads(rows, model.config) if writer.endswith("v_proj") else rows
+    alone, together = (float(gain.log2().square().mean().sqrt()) for gain in (inputs, inputs * columns))
+    return (rows, inputs) if together < 0.6 * alone else None
+
+
+def _gains(wanted: Tensor, found: Tensor, dim: int) -> Tensor:
+    return (wanted * found).sum(dim) / wanted.square().sum(dim).clamp(min=1e-30)
+
+
+def _by_query_heads(rows: Tensor, config: ModelConfig) -> Tensor:
+    """A number for each channel of the value heads, repeated for the query heads that read it."""
+    heads = rows.view(config.num_kv_heads, 1, config.head_dim)
+    return heads.expand(-1, config.num_heads // config.num_kv_heads, -1).flatten()
