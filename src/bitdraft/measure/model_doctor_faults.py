@@ -91,7 +91,7 @@ def broken(match: Match) -> bool:
     """Whether a weight is further from its original than any way of rounding to its format takes it."""
     return (
         match.error > 2.5 * match.expected + 0.03
-        or not 0.7 < match.gain < 1.4
+        or abs(match.gain - 1) > 0.3 + 0.5 * match.expected
         or match.correlation < 0.5 * match.correlation_expected
         or match.rows_off > 0
     )

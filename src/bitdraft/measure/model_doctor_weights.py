@@ -203,8 +203,11 @@ def _match(sums: Tensor, gains: Tensor, shifted: float, outputs: Tensor) -> Matc
     exact, found, nearest, lost, least, with_found, with_nearest = sums.double()
     total = float(exact.sum()) or 1e-30
     own, best = (lost / exact.clamp(min=1e-30)).sqrt(), (least / exact.clamp(min=1e-30)).sqrt()
-    # A row of next to no weight says nothing.
-    off = ((own > 4 * best + 0.05) & (exact > 1e-6 * exact.mean())).nonzero().flatten()
+    gain, like = with_found / exact.clamp(min=1e-30), with_found / (exact * found).sqrt().clamp(min=1e-30)
+    # AWQ spends a row's error on inputs that are small: it keeps the row's size and direction even so. A row of next to
+    # no weight says nothing.
+    another = (gain < 0.6) | (gain > 1.7) | (like < 0.5)
+    off = ((own > 4 * best + 0.05) & another & (exact > 1e-6 * exact.mean())).nonzero().flatten()
     low, high = torch.quantile(_thinned(gains), torch.tensor([0.05, 0.95])).tolist()
     errors: tuple[float | None, ...] = (None, None)
     if outputs.shape[1]:
@@ -212,10 +215,10 @@ def _match(sums: Tensor, gains: Tensor, shifted: float, outputs: Tensor) -> Matc
     return Match(
         error=float(lost.sum() / total) ** 0.5,
         expected=float(least.sum() / total) ** 0.5,
-        gain=float((with_found / exact.clamp(min=1e-30)).median()),
+        gain=float(gain.median()),
         gain_low=low,
         gain_high=high,
-        correlation=float((with_found / (exact * found).sqrt().clamp(min=1e-30)).median()),
+        correlation=float(like.median()),
         correlation_expected=float((with_nearest / (exact * nearest).sqrt().clamp(min=1e-30)).median()),
         shift=shifted / max(float(lost.sum()), 1e-30),
         rows_off=len(off),
@@ -241,6 +244,4 @@ def _codes(packed: Packed) -> tuple[float | None, float | None]:
         counts += torch.bincount(codes.flatten().int(), minlength=2**packed.bits)
     possible = counts[1:] if packed.bits == 8 and packed.zeros is None else counts  # -128 is not used
     seen = (possible > 0).float().mean()
-    return float(seen), float(counts[[0, 1, -1]].sum() if possible is not counts else counts[[0, -1]].sum()) / max(
-        1, int(counts.sum())
-    )
+    return float(seen), float(counts[0] + possible[0] * (possible is not counts) + counts[-1]) / int(counts.sum())
