@@ -1,4 +1,4 @@
-"""A small model with sizes and scales as trained ones have, its quantised copies, and the ways in which copies go wrong."""
+"""A small model with weights as large as trained ones have, its quantised copies, and how these go wrong."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,15 +24,15 @@ LAYERS = 3
 TEXTS = ["The lighthouse keeper wrote down the wind, the tide and the ships, and hello world went by 12 times. " * 3]
 PREFIX = "model.layers.1."
 K, V = PREFIX + "self_attn.k_proj", PREFIX + "self_attn.v_proj"
-Q, O = PREFIX + "self_attn.q_proj", PREFIX + "self_attn.o_proj"
+Q, OUT = PREFIX + "self_attn.q_proj", PREFIX + "self_attn.o_proj"
 GATE, UP, DOWN = PREFIX + "mlp.gate_proj", PREFIX + "mlp.up_proj", PREFIX + "mlp.down_proj"
 NORM = PREFIX + "post_attention_layernorm.weight"
-LINEAR = (Q, K, V, O, GATE, UP, DOWN)
+LINEAR = (Q, K, V, OUT, GATE, UP, DOWN)
 
 
-def sizes(**changes: Any) -> ModelConfig:
-    """Qwen2's family, with biases: three layers, rows of 64 and 128."""
-    return config("qwen2", **{"num_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "mlp_size": 128} | changes)
+def sizes(family: str = "qwen2", **changes: Any) -> ModelConfig:
+    """Three layers, rows of 64 and 128."""
+    return config(family, **{"num_layers": LAYERS, "hidden_size": 64, "head_dim": 16, "mlp_size": 128} | changes)
 
 
 def trained(of: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -65,20 +65,9 @@ def quantised(source: Checkpoint, format: str) -> Weights:
     return quantize(source, Recipe.parse(format), rng=np.random.default_rng(0), calibration=ids)
 
 
-def model(name: str, weights: Weights, source: Checkpoint) -> Model:
-    """What the doctor is handed."""
-    return Model(name, weights, source.tokenizer())
-
-
 def original(source: Checkpoint) -> Model:
     """The model itself."""
-    return model("original", as_stored(source), source)
-
-
-def with_packed(weights: Weights, **changed: Packed) -> Weights:
-    """A copy with other weights, given by full name with dots as double underscores."""
-    named = {name.replace("__", "."): packed for name, packed in changed.items()}
-    return replace(weights, packed=weights.packed | named)
+    return Model("original", as_stored(source), source.tokenizer())
 
 
 def changed(weights: Weights, name: str, change: Callable[[Packed], Packed]) -> Weights:

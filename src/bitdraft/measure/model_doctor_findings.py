@@ -143,20 +143,21 @@ def tokenizer_findings(found: TokenizerFacts) -> Iterator[Finding]:
             30.0,
         )
     yield from _template_findings(found)
-    if found.begins != found.begins_original and (found.begins_original is not None or found.begins > 1):
-        again = found.begins_original is None or found.begins > found.begins_original
+    own, original = found.begins, found.begins_original
+    if own is not None and ((original is None and own > 1) or (original is not None and own != original)):
+        again = original is None or own > original
         yield Finding(
-            f"a chat prompt begins with {found.begins} beginning tokens"
-            + ("" if found.begins_original is None else f", the original's with {found.begins_original}"),
+            f"a chat prompt begins with {own} beginning tokens"
+            + ("" if original is None else f", the original's with {original}"),
             "tokenizer and chat template",
             "text after a doubled or missing beginning is not what the model was trained on",
             "Take the beginning token from the template, or set add_bos_token to false"
             if again
             else "Set add_bos_token as the original does, or take its chat template",
-            found.begins_original is not None,
+            original is not None,
             15.0,
         )
-    elif found.turn_end is not None and not found.eos_missing and found.begins_original is None:
+    elif found.turn_end is not None and not found.eos_missing and original is None:
         yield Finding(
             f"{found.turn_end!r} ends a turn of the template, and no output",
             "tokenizer: eos_token_id",

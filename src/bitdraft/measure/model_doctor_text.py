@@ -43,7 +43,8 @@ class TokenizerFacts:
         wanted_template: whether the original has one.
         rendered, rendered_original: the first conversation that the two render differently; None where all agree.
         refused: what the template raised, where the original's does not.
-        begins: how many beginning tokens a chat prompt gets from template and tokenizer together.
+        begins: how many beginning tokens a chat prompt gets from template and tokenizer together; None where no prompt
+            can be made.
         begins_original: the same of the original.
         eos: texts of the tokens that end an output. eos_missing: of the original's that are not among them.
         vocabulary: how two tokens differ; None where all agree.
@@ -55,7 +56,7 @@ class TokenizerFacts:
     rendered: str | None
     rendered_original: str | None
     refused: str | None
-    begins: int
+    begins: int | None
     begins_original: int | None
     eos: tuple[str, ...]
     eos_missing: tuple[str, ...]
@@ -150,9 +151,11 @@ def _rendered(tokenizer: Tokenizer) -> tuple[list[str | None], str | None]:
     return texts, refused
 
 
-def _begins(tokenizer: Tokenizer, text: str | None) -> int:
+def _begins(tokenizer: Tokenizer, text: str | None) -> int | None:
     """Beginning tokens of a prompt, if a program adds the tokenizer's to the template's, as many do."""
-    ids = tokenizer.encode(text, add_bos=False, parse_special=True) if text else []
+    if text is None:
+        return None
+    ids = tokenizer.encode(text, add_bos=False, parse_special=True)
     if not ids or tokenizer.decode(ids[:1]):  # it begins with words
         return int(tokenizer.bos_id is not None)
     run = next((n for n, i in enumerate(ids) if i != ids[0]), len(ids))
