@@ -12,7 +12,7 @@ from .options import Json, NoCache
 from .terminal import interruptible, out, progress_bars
 
 
-@app.command(epilog="Example: bitdraft doctor my-model --against my-original")
+@app.command(epilog="Example: bitdraft doctor my-draft --draft-of my-target")
 def doctor(
     model: Annotated[
         str | None, typer.Argument(help="Model to examine: a name, a folder, a .gguf or a hub id; none: the machine.")
