@@ -34,12 +34,15 @@ from planted_models import (
 )
 from rich.console import Console
 
+from bitdraft.formats import get_format
+from bitdraft.formats.resolution import round_like
 from bitdraft.measure.model_doctor import Model, ModelCheckup, examine_model, open_model
 from bitdraft.measure.model_doctor_faults import Finding, places
 from bitdraft.measure.model_doctor_report import render_model
 from bitdraft.measure.model_doctor_text import Declared, declared
 from bitdraft.models.checkpoint import Checkpoint, Weights
 from bitdraft.models.tokenizer import Tokenizer
+from bitdraft.ops.encoding import dequantize
 from bitdraft.ops.packed import float_matrix
 from bitdraft.quantize.load import open_source
 
@@ -110,6 +113,41 @@ def test_two_bits_are_coarse_and_it_is_said_that_the_format_is(
     assert not note.grave
     assert "coarse, as its format is" in note.what
     assert "more bits" in note.remedy
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if "awq" not in f and f != "stored"])
+def test_rounding_alike_is_rounding_in_the_same_format(format: str) -> None:
+    weight = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 128), dtype=np.float32))
+    made = get_format(format).encode(weight)
+    assert torch.equal(round_like(weight, made), dequantize(made))
+
+
+def test_what_is_folded_exactly_is_no_fault(source: Checkpoint) -> None:
+    """Scales that move between a norm or a layer and its readers change no output: nothing to complain of."""
+    rng = np.random.default_rng(0)
+    weights = original(source).weights
+    packed, tensors = dict(weights.packed), dict(weights.tensors)
+
+    def times(name: str, factor: torch.Tensor) -> None:
+        packed[name] = float_matrix(packed[name].codes * factor)
+
+    for i in range(weights.config.num_layers):
+        prefix = f"model.layers.{i}."
+        qkv, mlp, v, up = (torch.from_numpy(rng.lognormal(0, 0.7, n).astype(np.float32)) for n in (64, 64, 32, 128))
+        tensors[prefix + "input_layernorm.weight"] = tensors[prefix + "input_layernorm.weight"] / qkv
+        tensors[prefix + "post_attention_layernorm.weight"] = tensors[prefix + "post_attention_layernorm.weight"] / mlp
+        tensors[prefix + "self_attn.v_proj.bias"] = tensors[prefix + "self_attn.v_proj.bias"] / v
+        for name in "qkv":
+            times(f"{prefix}self_attn.{name}_proj", qkv)
+        times(prefix + "self_attn.v_proj", 1 / v[:, None])
+        times(prefix + "self_attn.o_proj", v.view(2, 1, 16).expand(2, 2, 16).flatten())
+        times(prefix + "mlp.gate_proj", mlp)
+        times(prefix + "mlp.up_proj", mlp / up[:, None])
+        times(prefix + "mlp.down_proj", up)
+    found = examined(replace(weights, packed=packed, tensors=tensors), source)
+    assert found.findings == []
+    # float32 has 24 bits; three products of them stand between a weight and its original.
+    assert all(t.match is not None and t.match.error < 1e-6 for t in found.tensors)
 
 
 @dataclass(frozen=True)
