@@ -119,7 +119,8 @@ def test_two_bits_are_coarse_and_it_is_said_that_the_format_is(
 def test_rounding_alike_is_rounding_in_the_same_format(format: str) -> None:
     weight = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 128), dtype=np.float32))
     made = get_format(format).encode(weight)
-    assert torch.equal(round_like(weight, made), dequantize(made))
+    for name in (format, "as the file calls it"):
+        assert torch.equal(round_like(weight, replace(made, format=name)), dequantize(made))
 
 
 def test_what_is_folded_exactly_is_no_fault(source: Checkpoint) -> None:

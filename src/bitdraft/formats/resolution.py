@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import FormatError
 from ..ops.encoding import FLOAT8, round_activations
 from ..ops.packed import Packed
 from . import integer, minifloat
-from .base import get_format
+from .base import Format, get_format
 
 _ROWS = 16
 """Inputs that outputs are averaged over."""
@@ -89,6 +90,9 @@ def round_like(weight_NK: Tensor, like: Packed) -> Tensor:
     Returns:
         [N, K] float32.
     """
+    form = _format_of(like)
+    if form is not None:
+        return form.round(weight_NK)
     if like.blocks is not None:
         return integer.round_to_nearest(weight_NK, like.blocks.code_bits, 32, len(like.blocks.scales) == 1, 1.0)
     if like.scales is None:
@@ -100,3 +104,12 @@ def round_like(weight_NK: Tensor, like: Packed) -> Tensor:
         codes, scales = minifloat.encode(weight_NK.reshape(-1, group), kind)
         return (codes.float() * scales).view(N, K)
     return integer.round_to_nearest(weight_NK, like.bits, group, like.zeros is None, 1.0)
+
+
+def _format_of(like: Packed) -> Format | None:
+    """The format of this package that made a weight; None where a file's own did."""
+    try:
+        form = get_format(like.format)
+    except FormatError:
+        return None
+    return None if form.kind == "stored" else form

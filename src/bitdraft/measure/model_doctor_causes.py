@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.encoding import dequantize
 from ..ops.packed import Packed
-from .model_doctor_weights import Folding, TensorFacts, group_of, some_rows, spread
+from .model_doctor_weights import Folding, TensorFacts, group_of, some_rows, spread, values
 
 _LIKE = 0.6
 """Correlation from which on two weights are the same one, whatever their formats: that of unrelated ones is near 0."""
@@ -61,7 +60,7 @@ def cause_of(
         return Cause("constant scales", value=facts.constant_scale)
     exact, packed = original[facts.name], model[facts.name]
     rows = spread(min(exact.shape[0], packed.shape[0]))
-    sample = _Sample(dequantize(some_rows(exact, rows)), some_rows(packed, rows), folding, rows, facts)
+    sample = _Sample(values(some_rows(exact, rows)), some_rows(packed, rows), folding, rows, facts)
     found = next((c for c in _others(facts, original, model, sample, layers, tied)), None)
     found = found or sample.factor() or sample.zeros() or sample.order()
     if found is None and facts.match.correlation < _LIKE * facts.match.correlation_expected:
@@ -78,7 +77,7 @@ class _Sample:
         assert facts.match is not None
         self.rows, self.packed = rows, packed
         self.plain, self.wanted = exact_NK, folding.apply(exact_NK, rows)
-        self.found = dequantize(packed)
+        self.found = values(packed)
         self.error = _error(self.found, self.wanted)
         self._well = 1.35 * facts.match.expected + 0.02
         self._group = group_of(packed) or packed.shape[1]
@@ -112,7 +111,7 @@ class _Sample:
             return None
         if self.packed.scales is None:
             return Cause("zeros")
-        steps = shift[..., 0] / self.packed.scales
+        steps = shift[..., 0] / self.packed.scales.float()
         middle = float(steps.median())
         if abs(abs(middle) - 1) < 0.25 and float((steps - middle).abs().median()) < 0.25:
             return Cause("zero off by one", value=round(middle))
@@ -129,7 +128,7 @@ class _Sample:
                 continue
             moved = nibbles.view(len(self.rows), -1, len(order))[..., list(order)].reshape(len(self.rows), -1, 2)
             codes = moved[..., 0] | moved[..., 1] << 4
-            if self.mended(dequantize(replace(self.packed, codes=codes))):
+            if self.mended(values(replace(self.packed, codes=codes))):
                 return Cause("code order", what.rstrip(", "))
         return None
 
@@ -148,7 +147,7 @@ def _others(
         exact, other = original[name], model[name]
         shape = (len(sample.rows), facts.inputs)
         fits = unlike and exact.shape[1] == facts.inputs and exact.shape[0] > int(sample.rows[-1])
-        if fits and _correlation(sample.found, dequantize(some_rows(exact, sample.rows))) > _LIKE:
+        if fits and _correlation(sample.found, values(some_rows(exact, sample.rows))) > _LIKE:
             yield Cause("tensor", name)
         if other.scales is None or sample.packed.scales is None or other.shape[0] <= int(sample.rows[-1]):
             continue
@@ -156,7 +155,7 @@ def _others(
         if scales.shape == sample.packed.scales.shape and sample.found.shape == shape:
             zeros = other.zeros[sample.rows] if other.zeros is not None and sample.packed.zeros is not None else None
             for kept in (sample.packed.zeros, zeros):
-                if sample.mended(dequantize(replace(sample.packed, scales=scales, zeros=kept))):
+                if sample.mended(values(replace(sample.packed, scales=scales, zeros=kept))):
                     yield Cause("scales of", name)
 
 
@@ -176,12 +175,12 @@ def _candidates(name: str, layers: int, tied: bool) -> Iterator[str]:
 def _permuted(exact: Packed, packed: Packed, sample: _Sample) -> Cause | None:
     """Rows, or columns, of the original elsewhere than where they belong."""
     if exact.shape[0] * exact.shape[1] <= 1 << 26:
-        like = _nearest(sample.found, dequantize(exact))
+        like = _nearest(sample.found, values(exact))
         if (found := like[0] > _LIKE).float().mean() > 0.7 and (like[1] != sample.rows)[found].any():
             return Cause("rows")
     columns = spread(packed.shape[1])
     many = torch.arange(min(exact.shape[0], packed.shape[0], 256))
-    found_NK, exact_NK = dequantize(some_rows(packed, many)), dequantize(some_rows(exact, many))
+    found_NK, exact_NK = values(some_rows(packed, many)), values(some_rows(exact, many))
     like = _nearest(found_NK.T[columns], exact_NK.T)
     if (found := like[0] > _LIKE).float().mean() > 0.7 and (like[1] != columns)[found].any():
         return Cause("columns")

@@ -18,12 +18,12 @@ from ..models.checkpoint import Checkpoint, Weights
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder, PreparedModel, prepare_layer
 from ..ops import Stack
-from ..ops.encoding import dequantize, is_finite
+from ..ops.encoding import is_finite
 from ..ops.packed import float_matrix
 from ..quantize.awq import READERS
 from ..quantize.pipeline import VECTORS
 from ..types import Feed
-from .model_doctor_weights import Folding, Match, TensorFacts, compare, some_rows, spread, tensor_facts
+from .model_doctor_weights import Folding, Match, TensorFacts, compare, some_rows, spread, tensor_facts, values
 
 Progress = Callable[[int, int | None, str], None]
 
@@ -155,7 +155,7 @@ def logits(model: Weights, x_RD: Tensor) -> Tensor:
 
 
 def _embed(model: Weights, ids: Sequence[int]) -> Tensor:
-    return dequantize(some_rows(model.packed[EMBEDDING], torch.tensor(ids)))
+    return values(some_rows(model.packed[EMBEDDING], torch.tensor(ids)))
 
 
 def _run(model: Weights, i: int, x_RD: Tensor, inputs: dict[str, Tensor] | None = None) -> Tensor:
@@ -258,8 +258,8 @@ def _norm_fold(model: Weights, original: Weights, norm: str, reader: str) -> Ten
     if not bool(((ratio > 0) & ratio.isfinite()).all()) or float((ratio - 1).abs().max()) < 0.02:
         return None
     rows = spread(model.packed[reader].shape[0])
-    found = dequantize(some_rows(model.packed[reader], rows))
-    wanted = dequantize(some_rows(original.packed[reader], rows))
+    found = values(some_rows(model.packed[reader], rows))
+    wanted = values(some_rows(original.packed[reader], rows))
     # Up's own rows may be scaled as well: directions are compared, not lengths.
     cosines = [torch.cosine_similarity(found, w, dim=1).median() for w in (wanted / ratio, wanted)]
     return ratio if bool(cosines[0] >= cosines[1]) else None
@@ -272,8 +272,8 @@ def _row_fold(
 
     None where there are none. The third is how well they could be known, a relative error.
     """
-    made, read = (dequantize(model.packed[name]) for name in (writer, reader))
-    made_exact, read_exact = folding.apply(dequantize(original.packed[writer])), dequantize(original.packed[reader])
+    made, read = (values(model.packed[name]) for name in (writer, reader))
+    made_exact, read_exact = folding.apply(values(original.packed[writer])), values(original.packed[reader])
     (rows, rows_like), (columns, columns_like) = _gains(made_exact, made, 1), _gains(read_exact, read, 0)
     heads = writer.endswith("v_proj")
     if heads:

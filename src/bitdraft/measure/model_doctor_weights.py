@@ -7,7 +7,8 @@ Shape suffixes: N outputs, K inputs, G groups along K, S inputs of a group, R ro
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,14 +103,15 @@ class TensorFacts:
 
 def some_rows(packed: Packed, rows: slice | Tensor) -> Packed:
     """A few rows of a packed weight."""
-    codes = packed.codes[rows]
-    return replace(
-        packed,
-        shape=(codes.shape[0], packed.shape[1]),
-        codes=codes,
-        scales=None if packed.scales is None else packed.scales[rows],
-        zeros=None if packed.zeros is None else packed.zeros[rows],
-    )
+    tensors: dict[str, Any] = {
+        f.name: value[rows] for f in fields(packed) if isinstance(value := getattr(packed, f.name), Tensor)
+    }
+    return replace(packed, shape=(len(tensors["codes"]), packed.shape[1]), **tensors)
+
+
+def values(packed: Packed) -> Tensor:
+    """What a packed weight stands for, [N, K] float32, as its original has it: every comparison goes through here."""
+    return dequantize(packed)
 
 
 def spread(size: int) -> Tensor:
@@ -128,7 +130,7 @@ def tensor_facts(name: str, packed: Packed, finite: bool, match: Match | None) -
     """All facts about one weight."""
     used, limits = _codes(packed)
     scales = packed.scales
-    constant = scales is not None and scales.numel() > 1 and bool((scales == scales.flatten()[0]).all())
+    constant = scales is not None and scales.numel() > 1 and bool((scales.float() == scales.flatten()[0].float()).all())
     return TensorFacts(
         name=name,
         stored=packed.format if packed.blocks is None else packed.blocks.name,
@@ -159,9 +161,9 @@ def compare(exact: Packed, packed: Packed, folding: Folding, x_RK: Tensor | None
     outputs = torch.zeros(3, 0 if x_RK is None else len(x_RK))
     own_RK = _rounded_inputs(x_RK, packed, folding)
     for rows in _pieces(min(exact.shape[0], packed.shape[0]), packed.shape[1]):
-        exact_NK = dequantize(some_rows(exact, rows))
+        exact_NK = values(some_rows(exact, rows))
         wanted = folding.apply(exact_NK, rows)
-        found, nearest = dequantize(some_rows(packed, rows)), round_like(wanted, packed)
+        found, nearest = values(some_rows(packed, rows)), round_like(wanted, packed)
         lost = found - wanted
         squares = (wanted * wanted, found * found, nearest * nearest, lost * lost, (nearest - wanted) ** 2)
         products = (wanted * found, wanted * nearest)
