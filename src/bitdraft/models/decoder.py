@@ -125,7 +125,7 @@ class Decoder:
 
 
 def prepare_layer(weights: Weights, i: int) -> Layer:
-    """Bring the weights of one layer into the backend's layout."""
+    """Bring the weights of one layer into the backend's layout; the others need not be there."""
     prefix = f"model.layers.{i}."
 
     def fused(*names: str) -> Prepared:
