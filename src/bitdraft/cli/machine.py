@@ -12,17 +12,54 @@ from .options import Json, NoCache
 from .terminal import interruptible, out, progress_bars
 
 
-@app.command(epilog="Example: bitdraft doctor")
-def doctor(as_json: Json = False) -> None:
-    """Say what this machine offers, what of it is in use, and what to do about the rest; exit code 1 if it is slow."""
+@app.command(epilog="Example: bitdraft doctor my-draft --draft-of my-target")
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="Model to examine: a name, a folder, a .gguf or a hub id; none: the machine.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="The original that MODEL was made from.")] = None,
+    draft_of: Annotated[str | None, typer.Option(help="A target that MODEL is to draft for.")] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", help="Bring MODEL into this format first; its original is MODEL itself.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Exit with code 1 if a problem of MODEL is found.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what is wrong with a quantised model, by layer, and what to do; without MODEL, what this machine offers."""
+    if model is not None:
+        _examine_model(model, against, draft_of, format, check, as_json)
+        return
+    from ..errors import UsageError
     from ..measure.doctor import examine, render_checkup
 
+    if against or draft_of or format or check:
+        raise UsageError(
+            "--against, --draft-of, --format and --check are about a model, and none was given. Expected a model's "
+            "name, as in bitdraft doctor my-model --against my-original; without them the machine is examined."
+        )
     found = examine(os.environ)
     if as_json:
         print(json.dumps(found.as_json(), ensure_ascii=False))
     else:
         render_checkup(found, out)
     if not found.well:
+        raise typer.Exit(1)
+
+
+def _examine_model(
+    model: str, against: str | None, draft_of: str | None, format: str | None, check: bool, as_json: bool
+) -> None:
+    from ..measure.model_doctor import examine_by_name
+    from ..measure.model_doctor_report import render_model
+    from ..measure.workload import calibration_texts
+
+    with interruptible("Nothing is kept."), progress_bars() as bars:
+        found = examine_by_name(model, against, draft_of, format, calibration_texts(), bars)
+    if as_json:
+        print(json.dumps(found.as_json(), ensure_ascii=False))
+    else:
+        render_model(found, out)
+    if check and not found.well:
         raise typer.Exit(1)
 
 

@@ -17,7 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import get_format
+from ..errors import FormatError
+from ..ops.encoding import FLOAT8
+from ..ops.packed import Packed
+from . import integer, minifloat
+from .base import Format, get_format
 
 _ROWS = 16
 """Inputs that outputs are averaged over."""
@@ -74,3 +78,46 @@ def resolution_report(
 
 def _relative(rounded: Tensor, exact: Tensor) -> float:
     return float((rounded - exact).norm() / exact.norm())
+
+
+_MICRO_SCALED = {torch.float8_e8m0fnu: ("mxfp8", "mxfp4"), torch.float8_e4m3fn: ("nvfp4", "nvfp4")}
+"""Formats by what their blocks' scales are stored as: of 8-bit elements, and of 4-bit ones."""
+
+
+def round_like(weight_NK: Tensor, like: Packed) -> Tensor:
+    """Round a weight to nearest on the grid of another: same width, groups and zero points; what its format costs.
+
+    Of a GGUF block it is the width of the codes and groups of 32: a little finer or coarser than the block itself.
+
+    Args:
+        weight_NK: [N, K] float32, finite.
+        like: a weight of as many inputs.
+
+    Returns:
+        [N, K] float32.
+    """
+    form = _format_of(like)
+    if form is None and like.scales is not None and like.scales.dtype in _MICRO_SCALED:
+        form = get_format(_MICRO_SCALED[like.scales.dtype][like.element == "e2m1"])
+    if form is not None:
+        return form.round(weight_NK)
+    if like.blocks is not None:
+        return integer.round_to_nearest(weight_NK, like.blocks.code_bits, 32, len(like.blocks.scales) == 1, 1.0)
+    if like.scales is None:
+        return weight_NK.to(like.codes.dtype).float()
+    N, K = weight_NK.shape
+    group = K // like.scales.shape[1]
+    if like.codes.is_floating_point():
+        kind = next(name for name, dtype in FLOAT8.items() if dtype == like.codes.dtype)
+        codes, scales = minifloat.encode_fp8(weight_NK.reshape(-1, group), kind)
+        return (codes.float() * scales).view(N, K)
+    return integer.round_to_nearest(weight_NK, like.bits, group, like.zeros is None, 1.0)
+
+
+def _format_of(like: Packed) -> Format | None:
+    """The format of this package that made a weight; None where a file's own did."""
+    try:
+        form = get_format(like.format)
+    except FormatError:
+        return None
+    return None if form.kind == "stored" else form

@@ -125,22 +125,28 @@ class Tokenizer:
         Raises:
             UsageError: the model has no chat template, or the template refuses the messages.
         """
-        if self._template is None:
-            raise UsageError(
-                f"{self.origin} has no chat template, so messages cannot be put into the form it was trained on. Give "
-                "a raw prompt, or choose a chat model; a folder may carry its template as chat_template.jinja."
-            )
-        text = self._template.render(
-            messages,
-            {"tools": None, "documents": None, **self._named_tokens, **variables}
-            | {"add_generation_prompt": add_generation_prompt},
-        )
+        text = self.render(messages, add_generation_prompt=add_generation_prompt, **variables)
         ids = self.encode(text, add_bos=False, parse_special=True)
         if self.bos_id is None:
             return ids
         while ids and ids[0] == self.bos_id:
             ids = ids[1:]
         return [self.bos_id, *ids]
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """A conversation as the text that the chat template makes of it; what `chat` takes and raises."""
+        if self._template is None:
+            raise UsageError(
+                f"{self.origin} has no chat template, so messages cannot be put into the form it was trained on. Give "
+                "a raw prompt, or choose a chat model; a folder may carry its template as chat_template.jinja."
+            )
+        return self._template.render(
+            messages,
+            {"tools": None, "documents": None, **self._named_tokens, **variables}
+            | {"add_generation_prompt": add_generation_prompt},
+        )
 
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes that an id stands for; None for an id that means nothing."""
