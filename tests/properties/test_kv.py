@@ -5,13 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bitdraft.formats import KV_FORMATS
 from bitdraft.models.kv import BlockPool, BlockTable, OutOfBlocks
 
 BLOCK = 4
 
 
 def make_pool(blocks: int = 12) -> BlockPool:
-    return BlockPool(1, blocks, kv_heads=1, head_dim=1, dtype=torch.float32, block_size=BLOCK)
+    return BlockPool(1, blocks, kv_heads=1, head_dim=1, format=KV_FORMATS["f32"], block_size=BLOCK)
 
 
 def write(pool: BlockPool, slots: list[int], values: list[int]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bitdraft.engine.curve import Grid
 from bitdraft.errors import UsageError
+from bitdraft.formats import KV_FORMATS
 from bitdraft.measure import kernels as bench
 from bitdraft.measure.steps import bench_step, render_steps
 from bitdraft.ops import hardware, native
@@ -58,12 +59,7 @@ def speeds() -> dict:
 def test_every_operation_format_and_size_is_timed(speeds):
     timed = {(k["operation"], k["data"], k["context"], k["rows"]) for k in speeds["kernels"]}
     products = {("norm_linear", name, None, rows) for name in bench.FORMATS for rows in (1, 3)}
-    attention = {
-        ("attention", name, context, rows)
-        for name in ("float32", "bfloat16", "int8")
-        for context in (16, 40)
-        for rows in (1, 2)
-    }
+    attention = {("attention", name, context, rows) for name in KV_FORMATS for context in (16, 40) for rows in (1, 2)}
     assert timed == products | attention | {("softmax", "float32", None, rows) for rows in (1, 2)}
     assert len(timed) == len(speeds["kernels"])
 

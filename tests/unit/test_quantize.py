@@ -11,7 +11,7 @@ from model_files import config, write_folder
 from torch import Tensor
 
 from bitdraft.errors import FormatError, ModelFileError, NumericsError, UsageError
-from bitdraft.formats import Recipe, get_format
+from bitdraft.formats import KV_FORMATS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from bitdraft.models.decoder import Decoder, prepare_model
@@ -65,7 +65,7 @@ def with_salient_channels(name: str, tensor: Tensor) -> Tensor:
 
 def logits(weights: Weights, ids: Sequence[int] = IDS) -> Tensor:
     model = CachedModel(
-        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32
+        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv=KV_FORMATS["f32"]
     )
     return model.forward([Feed(0, ids, 0, 0)])
 
@@ -169,7 +169,7 @@ def test_collecting_sees_every_token_once_in_its_own_text(tmp_path: Path, monkey
     assert [done for done, _ in calls] == sorted({done for done, _ in calls})
     alone = ActivationStats(1000, 32, rng())
     for window in windows:
-        model = CachedModel(decoder, kv_tokens=128, vocab_size=300, kv_dtype=torch.float32)
+        model = CachedModel(decoder, kv_tokens=128, vocab_size=300, kv=KV_FORMATS["f32"])
         model.hidden([Feed(0, window, 0, 0)], observe=alone.observe)
     for layer in (0, 1):
         for name in READERS:

@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..types import SamplingParams
 from .app import app
-from .options import Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
+from .options import KV, Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
 from .terminal import interruptible, out, progress_bars
 
 
@@ -27,6 +27,7 @@ def measure(
         "bf16,fp8,w8a8,w4a16-awq,w4a16"
     ),
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
+    kv: KV = None,
     workload: Annotated[
         str,
         typer.Option(
@@ -68,6 +69,7 @@ def measure(
         rounds=rounds,
         confirm=confirm,
         confirm_prompts=confirm_prompts,
+        kv=kv,
     )
     with interruptible("What was measured is kept; --resume goes on."), progress_bars() as bars:
         run(config, output, resume=resume, use_cache=not no_cache, command=_command_line(), progress=bars)

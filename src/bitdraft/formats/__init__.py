@@ -1,6 +1,7 @@
 """Number formats, and the recipes that say how a model is brought into one."""
 
 from .base import FORMATS, Format, get_format
+from .kv import KV_FORMATS, KVFormat, get_kv_format
 from .recipe import Recipe
 
-__all__ = ["FORMATS", "Format", "Recipe", "get_format"]
+__all__ = ["FORMATS", "KV_FORMATS", "Format", "KVFormat", "Recipe", "get_format", "get_kv_format"]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .batch import KVCache, KVLayer, Ragged, Rotary
+from .batch import CodedBlocks, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_angles, check_arrays, check_batch, check_kv, check_rotary, check_rows, check_vector
+from .coded import encode_blocks
 from .packed import Layer, Packed, Prepared, Stack
 
 __all__ = [
+    "CodedBlocks",
     "KVCache",
     "KVLayer",
     "Layer",
@@ -29,6 +31,7 @@ __all__ = [
     "Stack",
     "attention",
     "embed",
+    "encode_blocks",
     "gated_inputs",
     "gated_mlp",
     "linear_add",

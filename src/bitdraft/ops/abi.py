@@ -6,14 +6,14 @@ Kept apart from `native.py`, which says what is done with it. `VERSION` is compa
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
-VERSION = 1
+VERSION = 2
 
 CODECS = {
     name: i for i, name in enumerate(("f32", "bf16", "e4m3", "e5m2", "int2", "int3", "int4", "int5", "int6", "int8"))
 }
 GRIDS = {name: i for i, name in enumerate(("none", "sym", "asym", "min", "k", "k16"))}
 ACTIVATIONS = {name: i for i, name in enumerate(("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"))}
-KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3}
 
 
 class Weight(Structure):
@@ -48,6 +48,24 @@ class Batch(Structure):
     )
 
 
+class Coded(Structure):
+    """bd_coded."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("outliers", c_int32),
+        ("window", c_int64),
+        ("blocks", c_int64),
+        ("copies", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_grid", c_void_p),
+        ("value_grid", c_void_p),
+        ("key_outliers", c_void_p),
+        ("value_outliers", c_void_p),
+    )
+
+
 class KV(Structure):
     """bd_kv."""
 
@@ -58,6 +76,7 @@ class KV(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("coded", POINTER(Coded)),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError, UsageError
+from ..formats.kv import KV_FORMATS
 from ..models.cached import CachedModel
 from ..models.decoder import Decoder
 from ..types import Feed
@@ -156,7 +157,7 @@ def collect(
     """
     total = count_tokens(sequences)
     context = min(decoder.config.context_length, total)
-    model = CachedModel(decoder, kv_tokens=context, vocab_size=decoder.config.vocab_size, kv_dtype=torch.float32)
+    model = CachedModel(decoder, kv_tokens=context, vocab_size=decoder.config.vocab_size, kv=KV_FORMATS["f32"])
     stats = ActivationStats(keep, group_size, rng)
     done = 0
     for text in (s[i : i + context] for s in sequences for i in range(0, len(s), context)):
