@@ -117,7 +117,7 @@ def folder(tmp_path_factory) -> Path:
 def test_a_model_s_steps_are_timed_by_rows_context_and_batch(folder):
     grid = Grid((1, 2, 5), (16, 48), (1, 2), 1)
     result = bench_step(str(folder), "w4a8", [], ticking(), 1e6, lambda *said: None, grid=grid)
-    assert set(result) == {"isa", "threads", "model", "format", "steps"}
+    assert set(result) == {"isa", "threads", "model", "format", "kv", "steps"}
     assert (result["model"], result["format"]) == (str(folder), "w4a8")
     assert {(s["rows"], s["context"], s["batch"]) for s in result["steps"]} == {
         (rows, context, batch) for rows in (1, 2, 5) for context in (16, 48) for batch in (1, 2)
