@@ -11,20 +11,18 @@ Letters: R rows, D hidden size, V vocabulary, T tokens.
 """
 
 import argparse
-import inspect
-import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
-import argparse as first_source
 import ast
 import dataclasses
 import decimal
-import doctest
 import difflib
+import doctest
+import inspect
+import sys
 import tarfile
+import time
 import typing
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -40,15 +38,13 @@ from bitdraft.quantize.load import Source, load_model, open_source
 from bitdraft.types import Feed
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
-SOURCES = (first_source, ast, dataclasses, decimal, difflib, doctest, tarfile, typing)
+SOURCES = (argparse, ast, dataclasses, decimal, difflib, doctest, tarfile, typing)
 SCORED = 128
 """Rows that are compared: the last of each context."""
-ANGLES: dict[str, Callable[[Rotary, float, int], Rotary]] = {}
-"""Other ways to compute rotary tables, by name."""
 
 
 def text_ids(source: Source, tokens: int) -> list[int]:
-    """The first tokens of the text; a module gives its first thousand lines, so that there are several of them."""
+    """The first tokens of the text; each module gives 300 lines, so that there are several of them."""
     text = "\n\n".join("\n".join(inspect.getsource(module).splitlines()[100:400]) for module in SOURCES)
     ids = source.tokenizer.encode(text)
     assert len(ids) >= tokens, f"the text has {len(ids)} tokens, {tokens} are wanted"
@@ -77,13 +73,15 @@ def cases(decoder: Decoder, calibration: list[int], tokens: int) -> Iterator[tup
     rotary = decoder._rotary_for(tokens + 64)
     for name, kv in KV_FORMATS.items():
         scales = find_scales(decoder, calibration) if kv.needs_scales else None
-        yield name, CachedModel(
-            decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=kv, kv_scales=scales
+        yield (
+            name,
+            CachedModel(decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=kv, kv_scales=scales),
         )
     for where in ("position", "angle"):
         decoder._rotary = rotary_table(decoder, tokens + 64, where)
-        yield f"bf16, {where} in bfloat16", CachedModel(
-            decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=KV_FORMATS["bf16"]
+        yield (
+            f"bf16, {where} in bfloat16",
+            CachedModel(decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=KV_FORMATS["bf16"]),
         )
     decoder._rotary = rotary
 
@@ -111,7 +109,9 @@ def path(folder: Path, model: str, tokens: int, name: str) -> Path:
 
 
 def compare(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest difference of logits after centring, KL(p || q) in nats and sum min(p, q), [R] each."""
+    """Largest difference of logits, KL(p || q) in nats and sum min(p, q), [R] each."""
+    width = min(p_logits.shape[1], q_logits.shape[1])  # tables that are padded differently
+    p_logits, q_logits = p_logits[:, :width], q_logits[:, :width]
     p, q = p_logits.log_softmax(-1), q_logits.log_softmax(-1)
     apart = (p_logits - q_logits).abs().amax(-1)
     return apart, (p.exp() * (p - q)).sum(-1), torch.minimum(p.exp(), q.exp()).sum(-1)
@@ -140,11 +140,14 @@ def show(values_R: Tensor, digits: int) -> str:
     return f"{float(values_R.mean()):.{digits}f} ± {float(values_R.std()) / len(values_R) ** 0.5:.{digits}f}"
 
 
-def kv_table(logits: dict[str, Logits], sizes: list[int]) -> None:
-    """For each context and format: the model against itself, and the draft against the target in bfloat16."""
-    print("| context | keys and values | model | max logit error | KL, nats | sum min(p, q) with bf16 | lost as draft, points |")
+def kv_table(logits: dict[str, Logits], tokens: int) -> None:
+    """For each context and format: the model against itself in bfloat16, and the draft against the target in that."""
+    print(
+        "| context | keys and values | model | max logit error | KL, nats | Σ min with bf16 | lost as draft, points |"
+    )
     print("|---|---|---|---|---|---|---|")
-    for tokens, context in ((t, c) for t in sizes for c in (512, 2048, 8192) if c == t or (c < t and t == sizes[0])):
+    accepted = []
+    for context in (c for c in (512, 2048, 8192) if c <= tokens):
         rows = range(context - SCORED, context)
         target = logits[TARGET](tokens, "bf16", rows) if TARGET in logits else None
         for model, own in logits.items():
@@ -160,7 +163,8 @@ def kv_table(logits: dict[str, Logits], sizes: list[int]) -> None:
                 figures = f"{float(apart.max()):.3f} | {show(kl, 5)} | {show(overlap, 4)} | {lost}"
                 print(f"| {context} | `{name}` | {model} | {figures} |")
         if target is not None and (exact := logits[DRAFT](tokens, "bf16", rows)) is not None:
-            print(f"\n{context}: the draft's acceptance in bf16 is {show(compare(target, exact)[2], 4)}\n")
+            accepted.append(f"Acceptance of the draft at {context} in bf16: {show(compare(target, exact)[2], 4)}.")
+    print("", *accepted, sep="\n")
 
 
 def rotary_table_of_results(logits: dict[str, Logits], tokens: int) -> None:
@@ -195,7 +199,7 @@ def main() -> None:
             read(model, given.folder, given.tokens, [name for name in given.only.split(";") if name])
         return
     logits = {model: Logits(model, given.folder) for model in models}
-    kv_table(logits, [given.tokens])
+    kv_table(logits, given.tokens)
     if len(logits) == 2:
         print()
         rotary_table_of_results(logits, given.tokens)

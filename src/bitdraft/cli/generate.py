@@ -28,7 +28,7 @@ def generate(
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
     draft_format: Annotated[str, typer.Option(help="Format of the draft.")] = "bf16",
     kv: KV = None,
-    k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
+    k: Annotated[int, typer.Option("--k", min=1, max=64, help="Tokens drafted a step, at most.")] = 4,
     confidence: MinConfidence = 0.0,
     plan: Annotated[
         Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv and --k.")
