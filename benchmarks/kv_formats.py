@@ -132,7 +132,7 @@ class Logits:
         if not file.exists():
             return None
         kept = np.load(file, mmap_mode="r")[rows.start : rows.stop : rows.step]
-        return self._cached.logits(torch.from_numpy(np.ascontiguousarray(kept)))
+        return self._cached.logits(torch.from_numpy(np.array(kept)))
 
 
 def show(values_R: Tensor, digits: int) -> str:
