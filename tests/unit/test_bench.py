@@ -138,7 +138,7 @@ def test_the_context_of_the_model_is_the_longest(folder):
 def test_the_table_leaves_out_what_there_was_no_time_for():
     steps = [{"rows": 1, "context": 64, "batch": 1, "ms": 2.0}, {"rows": 8, "context": 64, "batch": 1, "ms": 3.0}]
     more = {"rows": 8, "context": 256, "batch": 1, "ms": 4.0}
-    result = {"isa": "avx2", "threads": 2, "model": "m", "format": "bf16", "steps": [*steps, more]}
+    result = {"isa": "avx2", "threads": 2, "model": "m", "format": "bf16", "kv": "bf16", "steps": [*steps, more]}
     text = printed(render_steps, result)
     assert "3.00 (1.50)" in text
     assert "4.00" in text
