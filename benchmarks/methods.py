@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bitdraft.errors import FormatError
-from bitdraft.formats import METHODS, Recipe
+from bitdraft.formats import KV_FORMATS, METHODS, Recipe
 from bitdraft.measure.workload import calibration_texts, workload_texts
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.decoder import Decoder, prepare_model
@@ -36,7 +36,7 @@ def log_probs(source: Source, recipe: Recipe, texts: list[list[int]], tokens: in
         weights = quantize(source.checkpoint, recipe, rng=rng, calibration=calibration, tokens=tokens)
         decoder = Decoder(prepare_model(weights))
     size = source.tokenizer.vocab_size
-    model = CachedModel(decoder, kv_tokens=LENGTH, vocab_size=size, kv_dtype=torch.float32)
+    model = CachedModel(decoder, kv_tokens=LENGTH, vocab_size=size, kv=KV_FORMATS["f32"])
     for ids in texts:
         yield model.forward([Feed(0, ids, 0, 0)]).log_softmax(-1)
         model.release(0)

@@ -74,8 +74,16 @@ void need_gate(int gate) {
 
 void need_kv(const bd_kv *kv) {
   need(kv && kv->keys && kv->values, BD_E_POINTER, "kv: a null pointer. Expected keys and values.");
-  need(kv->dtype >= BD_KV_F32 && kv->dtype <= BD_KV_INT8, BD_E_SHAPE, "kv: an unknown dtype.");
-  need(kv->dtype != BD_KV_INT8 || (kv->key_scales && kv->value_scales), BD_E_POINTER, "kv: int8 codes without their scales.");
+  need(kv->dtype >= BD_KV_F32 && kv->dtype <= BD_KV_E4M3, BD_E_SHAPE, "kv: an unknown dtype.");
+  need(kv->dtype < BD_KV_INT8 || (kv->key_scales && kv->value_scales), BD_E_POINTER, "kv: 8-bit codes without their scales.");
+  const bd_coded *coded = kv->coded;
+  if (!coded) return;
+  need(kv->dtype == BD_KV_BF16, BD_E_SHAPE, "kv: full copies that are not bfloat16. Expected that beside blocks in codes.");
+  need((coded->bits == 8 || coded->bits == 4) && coded->window > 0 && coded->outliers >= 0, BD_E_SHAPE,
+       "kv: blocks in codes of an unknown width, without a window, or with fewer outliers than none.");
+  need(coded->copies && coded->keys && coded->values && coded->key_grid && coded->value_grid &&
+           (!coded->outliers || (coded->key_outliers && coded->value_outliers)),
+       BD_E_POINTER, "kv: a null pointer. Expected the codes of blocks, their grids and outliers.");
 }
 
 void need_batch(const bd_batch *batch, const bd_attention *shape) {
@@ -89,7 +97,11 @@ void need_batch(const bd_batch *batch, const bd_attention *shape) {
 }
 
 // Nothing that a batch says may lead outside its own arrays, the blocks, or the table of angles.
-void need_places(const bd_batch &b, const bd_attention &shape, int64_t blocks) {
+void need_places(const bd_batch &b, const bd_attention &shape, const bd_kv &kv) {
+  const int64_t blocks = kv.coded ? kv.coded->blocks : kv.blocks;
+  auto copied = [&](int64_t block) {
+    return !kv.coded || (kv.coded->copies[block] >= 0 && kv.coded->copies[block] < kv.blocks);
+  };
   for (int64_t s = 0; s < b.sequences; s++) {
     const int64_t entries = b.table_starts[s + 1] - b.table_starts[s], length = b.lengths[s];
     need(length >= 0 && length <= entries * bd::KV_BLOCK, BD_E_SHAPE, "a length that its block table does not hold.");
@@ -100,6 +112,11 @@ void need_places(const bd_batch &b, const bd_attention &shape, int64_t blocks) {
       need(b.positions[r] >= 0 && b.positions[r] < length, BD_E_SHAPE, "a position outside its sequence. Expected 0 to length - 1.");
       need(b.positions[r] < shape.rotary_positions, BD_E_SHAPE, "a position that there are no rotary angles for.");
       need(b.slots[r] >= 0 && b.slots[r] < blocks * bd::KV_BLOCK, BD_E_SHAPE, "a slot outside the blocks.");
+      need(copied(b.slots[r] / bd::KV_BLOCK), BD_E_SHAPE, "a slot in a block without its full copy.");
+      if (!kv.coded) continue;
+      const int64_t *table = b.blocks + b.table_starts[s];
+      for (int64_t i = bd::coded_tokens(kv.coded->window, b.positions[r]) / bd::KV_BLOCK; i <= b.positions[r] / bd::KV_BLOCK; i++)
+        need(copied(table[i]), BD_E_SHAPE, "a row that reads the full copy of a block that has none.");
     }
   }
 }
@@ -307,9 +324,9 @@ int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *laye
     need_floats(x, "x");
     need(count > 0 && batch->row_starts[0] == 0 && batch->row_starts[batch->sequences] == batch->rows, BD_E_SHAPE,
          "no layers, or counts of rows that do not add up to the rows.");
-    for (int64_t k = 0; k < kind_count; k++) need_places(*batch, kinds[k], kv->blocks);
+    for (int64_t i = 0; i < count; i++) need_kv(kv + i);
+    for (int64_t k = 0; k < kind_count; k++) need_places(*batch, kinds[k], *kv);
     for (int64_t i = 0; i < count; i++) {
-      need_kv(kv + i);
       need_weight(&layers[i].qkv, "qkv"), need_weight(&layers[i].o, "o");
       need_weight(&layers[i].gate_up, "gate_up"), need_weight(&layers[i].down, "down");
       need_gate(layers[i].gate);

@@ -55,6 +55,11 @@ static inline Visible visible(const bd_attention &shape, int64_t position) {
   return {shape.window > 0 && to > shape.window ? to - shape.window : 0, to};
 }
 
+// The tokens [0, n) that a row at `position` reads in codes, where there are some: it depends on the position alone.
+static inline int64_t coded_tokens(int64_t window, int64_t position) {
+  return position < window ? 0 : (position - window) / KV_BLOCK * KV_BLOCK;
+}
+
 static inline int64_t padded_head(int64_t C) { return (C + 15) / 16 * 16; }
 
 // Floats of a query's result for a chunk: C sums, padded, then the sum of the weights and the largest score.

@@ -48,7 +48,7 @@ enum bd_activation { BD_ACT_F32, BD_ACT_BF16, BD_ACT_INT8, BD_ACT_E4M3, BD_ACT_E
 /* What the gate of an MLP goes through: x sigmoid(x), or GELU in its tanh form. */
 enum bd_gate { BD_GATE_SILU, BD_GATE_GELU_TANH, BD_GATES };
 
-enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8 };
+enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8, BD_KV_E4M3 };
 
 /* A weight [N, K] in panels of 16 outputs, as bd_pack lays it out (layout.h). A fused weight whose rows are stored in
  * several ways is a chain of up to BD_PARTS such parts, which read the same rounded inputs: the outputs of `next` follow. */
@@ -73,13 +73,26 @@ typedef struct {
   const int64_t *lengths;    /* [S] tokens in the KV after this call */
 } bd_batch;
 
-/* One layer's KV: keys [blocks, J, C, 16], values [blocks, J, 16, C]; INT8 has a float32 scale per token and head,
- * [blocks, J, 16]. */
+/* Blocks in codes with scales that tokens share: value = least + step * code, but for the outliers. A row at position i
+ * reads tokens below (i - window) / 16 * 16 from here, the others from their full copy: bitdraft.ops.CodedBlocks. */
+typedef struct {
+  int32_t bits;          /* of a code: 8 or 4; 4: the low nibble is channel c, the high one channel c + C / 2 */
+  int32_t outliers;      /* of a block and head, of its keys and of its values each */
+  int64_t window, blocks;
+  const int64_t *copies; /* [blocks] where a block's full copy lies in the layer's keys and values, or negative */
+  const uint8_t *keys, *values;                  /* [blocks, J, C bits / 8, 16] and [blocks, J, 16, C bits / 8] */
+  const uint16_t *key_grid, *value_grid;         /* bfloat16 steps, then least values: [blocks, J, 2, C], [blocks, J, 2, 16] */
+  const uint16_t *key_outliers, *value_outliers; /* [blocks, J, outliers, 2]: place in the block's numbers, bfloat16 */
+} bd_coded;
+
+/* One layer's KV: keys [blocks, J, C, 16], values [blocks, J, 16, C]. INT8 has a float32 scale per token and head,
+ * [blocks, J, 16]; E4M3 one per head, [J]. With `coded`, these are full copies of some of its blocks, in BF16. */
 typedef struct {
   int32_t dtype;
   int64_t blocks;
   void *keys, *values;
   float *key_scales, *value_scales;
+  const bd_coded *coded; /* or NULL */
 } bd_kv;
 
 typedef struct {

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from bitdraft import cli, errors, ops
 from bitdraft.decoding.streams import Streams
 from bitdraft.engine import engine
-from bitdraft.formats import FORMATS, Recipe, get_format
+from bitdraft.formats import FORMATS, KV_FORMATS, Recipe, get_format
 from bitdraft.measure import trace
 from bitdraft.measure.workload import WORKLOADS, load_workload
 from bitdraft.models.hf_config import config_from_hf
@@ -300,6 +300,14 @@ def test_formats_page_lists_every_format_with_its_bits():
     rows = dict(re.findall(r"^\| `([\w-]+)` \| ([\d.]+|as stored) ", PAGES["docs/reference/formats.md"], re.MULTILINE))
     bits = {name: get_format(name).bits_per_weight for name in FORMATS}
     assert rows == {name: "as stored" if known is None else f"{known:.2f}" for name, known in bits.items()}
+
+
+def test_kv_formats_page_and_help_list_every_format_with_its_bits():
+    rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) ", PAGES["docs/reference/kv-formats.md"], re.MULTILINE)
+    assert rows == [(n, *(f"{kv.bits_per_number(C):.2f}" for C in (64, 128))) for n, kv in KV_FORMATS.items()]
+    for verb in ("generate", "measure", "bench step"):
+        (option,) = (option for option in VERBS[verb].params if option.name == "kv")
+        assert re.findall(r"[\w-]+(?=,| or|\. D)|(?<=or )[\w-]+", option.help) == [*KV_FORMATS]
 
 
 def test_operations_page_lists_everything_public():

@@ -147,8 +147,20 @@ template <class Code> struct Reader {
   int64_t J, head, C;
 
   int64_t block(int64_t token) const { return table[token / KV_BLOCK] * J + head; }
+  static constexpr bool SCALED = sizeof(Code) == 1;
   const Code *keys(int64_t token) const { return (const Code *)kv.keys + block(token) * KV_BLOCK * C; }
   const Code *values(int64_t token) const { return (const Code *)kv.values + block(token) * KV_BLOCK * C; }
+
+  /// The scales of sixteen tokens.
+  void scales(int64_t token, float *keys, float *values) const {
+    if constexpr (IS_E4M3<Code>) {
+      vec_store(keys, vec_set(kv.key_scales[head] * 256));  // see widen
+      vec_store(values, vec_set(kv.value_scales[head] * 256));
+    } else {
+      vec_store(keys, vec_load(kv.key_scales + block(token) * KV_BLOCK));
+      vec_store(values, vec_load(kv.value_scales + block(token) * KV_BLOCK));
+    }
+  }
 };
 
 /// `count` vectors of 16 codes, as they lie; as many at `next` are asked for.
@@ -174,6 +186,7 @@ struct Queries {  // of an item, for the chunk at hand
   int count;
   int64_t width;                                   // of a padded query
   int from[bd::QUERY_BLOCK], to[bd::QUERY_BLOCK];  // tokens of the chunk that each sees
+  int coded[bd::QUERY_BLOCK];                      // and so many of the chunk's in codes, where there are some
   int all_from, all_to;                            // tokens that all see
   alignas(64) float q[bd::QUERY_FLOATS];
   alignas(64) float scores[bd::QUERY_BLOCK * SCORES];
@@ -184,14 +197,14 @@ struct Queries {  // of an item, for the chunk at hand
 
 inline int clip(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
 
-/// body(first, last, from, to) for each run of queries [first, last) that see the same tokens [from, to) of [begin,
-/// end).
-template <class Body> inline void for_runs(const Queries &s, int begin, int end, Body body) {
-  if (s.all_from <= begin && s.all_to >= end) return body(0, s.count, begin, end);
-  for (int i = 0; i < s.count;) {
+/// body(first, last, from, to) for each run of queries [first, last) of [i, count) that see the same tokens [from, to) of
+/// [begin, end).
+template <class Body> inline void for_runs(const Queries &s, int i, int count, int begin, int end, Body body) {
+  if (s.all_from <= begin && s.all_to >= end) return body(i, count, begin, end);
+  while (i < count) {
     const int from = clip(s.from[i], begin, end), to = clip(s.to[i], begin, end);
     int j = i + 1;
-    while (j < s.count && clip(s.from[j], begin, end) == from && clip(s.to[j], begin, end) == to) j++;
+    while (j < count && clip(s.from[j], begin, end) == from && clip(s.to[j], begin, end) == to) j++;
     if (from < to) body(i, j, from, to);
     i = j;
   }
@@ -235,11 +248,11 @@ template <class Code> void score(const Reader<Code> &cache, Queries &s, int64_t 
   }
 }
 
-/// Adds tokens [begin, end) of the chunk to the sums of all queries that see any of them.
+/// Adds tokens [begin, end) of the chunk to the sums of the queries [lo, hi) that see any of them.
 template <class Code>
-void mix_panel(Queries &s, const Code *values, const Code *next, int64_t width, int begin, int end) {
+void mix_panel(Queries &s, int lo, int hi, const Code *values, const Code *next, int64_t width, int begin, int end) {
   const int64_t stride = s.width + 16;
-  for_runs(s, begin, end, [&](int first, int last, int from, int to) {
+  for_runs(s, lo, hi, begin, end, [&](int first, int last, int from, int to) {
     for_tiles(first, last, [&]<int N>(Count<N>, int i) {
       const float *weights = s.scores + i * SCORES + begin;
       float *sums = s.sums + i * stride;
@@ -262,16 +275,18 @@ template <class Code> void mix(const Reader<Code> &cache, Queries &s, int64_t ba
     for (int at = t; at < stop; at += KV_BLOCK) {
       const Code *values = cache.values(base + at);
       const Code *next = at + PANEL_TOKENS < end ? cache.values(base + at + PANEL_TOKENS) : values;
-      if (few) mix_panel(s, values, next, C, at, at + (int)KV_BLOCK);
+      if (few) mix_panel(s, 0, s.count, values, next, C, at, at + (int)KV_BLOCK);
       else if (C % 16 == 0) decode(values, next, C, s.panel + (at - t) * C);
       else decode_padded(values, C, s.panel + (at - t) * s.width);
     }
-    if (!few) mix_panel<float>(s, s.panel, s.panel, s.width, t, stop);
+    if (!few) mix_panel<float>(s, 0, s.count, s.panel, s.panel, s.width, t, stop);
   }
 }
 
+#include "coded.inl"
+
 /// Everything that an item's queries see of a chunk, to `sums`.
-template <class Code> void attend_chunk(const Reader<Code> &cache, Queries &s, int64_t base) {
+template <class Cache> void attend_chunk(const Cache &cache, Queries &s, int64_t base) {
   int begin = KV_CHUNK, end = 0;
   s.all_from = 0;
   s.all_to = KV_CHUNK;
@@ -285,11 +300,9 @@ template <class Code> void attend_chunk(const Reader<Code> &cache, Queries &s, i
   begin = begin / PANEL_TOKENS * PANEL_TOKENS;
   score(cache, s, base, begin, end);
   float key_scales[KV_CHUNK], value_scales[KV_CHUNK];
-  constexpr bool scaled = sizeof(Code) == 1;
-  for (int t = begin; scaled && t < end; t += KV_BLOCK) {
-    vec_store(key_scales + t, vec_load(cache.kv.key_scales + cache.block(base + t) * KV_BLOCK));
-    vec_store(value_scales + t, vec_load(cache.kv.value_scales + cache.block(base + t) * KV_BLOCK));
-  }
+  constexpr bool scaled = Cache::SCALED;
+  if constexpr (scaled)
+    for (int t = begin; t < end; t += KV_BLOCK) cache.scales(base + t, key_scales + t, value_scales + t);
   for (int i = 0; i < s.count; i++) {
     if (s.from[i] >= s.to[i]) continue;
     float *sums = s.sums + i * (s.width + 16);
@@ -304,11 +317,11 @@ inline void copy(const float *from, float *to, int64_t count) {
   for (int64_t i = 0; i < count; i += 16) vec_store(to + i, vec_load(from + i));
 }
 
-template <class Code>
+template <class Cache>
 void attend_item(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
                  const AttentionItem &item, float *partial, float *out) {
   const int64_t H = shape.heads, J = shape.kv_heads, C = shape.head_dim, G = H / J;
-  const Reader<Code> cache = {kv, batch.blocks + batch.table_starts[item.sequence], J, item.head, C};
+  const Cache cache = {kv, batch.blocks + batch.table_starts[item.sequence], J, item.head, C};
   Queries s;
   s.count = (int)(item.to - item.from);
   s.width = bd::padded_head(C);
@@ -325,6 +338,10 @@ void attend_item(const float *q, const bd_batch &batch, const bd_attention &shap
       const bd::Visible v = bd::visible(shape, batch.positions[row_of(i)]);
       s.from[i] = v.from <= base ? 0 : v.from - base < KV_CHUNK ? (int)(v.from - base) : (int)KV_CHUNK;
       s.to[i] = v.to <= base ? 0 : v.to - base < KV_CHUNK ? (int)(v.to - base) : (int)KV_CHUNK;
+      if (kv.coded) {
+        const int64_t coded = bd::coded_tokens(kv.coded->window, v.to - 1) - base;
+        s.coded[i] = coded < 0 ? 0 : coded < KV_CHUNK ? (int)coded : (int)KV_CHUNK;
+      }
     }
     attend_chunk(cache, s, base);
     for (int i = 0; i < s.count; i++) {
@@ -348,9 +365,11 @@ void attend_item(const float *q, const bd_batch &batch, const bd_attention &shap
 void attend(const float *q, const bd_batch &batch, const bd_attention &shape, const bd_kv &kv,
             const AttentionItem *items, float *partial, float *out, int64_t from, int64_t to) {
   for (int64_t i = from; i < to; i++) {
-    if (kv.dtype == BD_KV_F32) attend_item<float>(q, batch, shape, kv, items[i], partial, out);
-    else if (kv.dtype == BD_KV_BF16) attend_item<uint16_t>(q, batch, shape, kv, items[i], partial, out);
-    else attend_item<int8_t>(q, batch, shape, kv, items[i], partial, out);
+    if (kv.coded) attend_item<CodedReader>(q, batch, shape, kv, items[i], partial, out);
+    else if (kv.dtype == BD_KV_F32) attend_item<Reader<float>>(q, batch, shape, kv, items[i], partial, out);
+    else if (kv.dtype == BD_KV_BF16) attend_item<Reader<uint16_t>>(q, batch, shape, kv, items[i], partial, out);
+    else if (kv.dtype == BD_KV_INT8) attend_item<Reader<int8_t>>(q, batch, shape, kv, items[i], partial, out);
+    else attend_item<Reader<E4M3>>(q, batch, shape, kv, items[i], partial, out);
   }
 }
 

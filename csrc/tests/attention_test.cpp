@@ -3,7 +3,7 @@
 //
 // Tolerances: sums of at most some hundred float products of numbers around one, and an exponential that is right to
 // two units in the last place: 2e-5 leaves a factor of ten. A cached number differs from the exact one by half a step
-// of its kind: 2^-9 of itself in bfloat16, half a scale in 8 bits.
+// of its kind: 2^-9 of itself in bfloat16, half a scale in 8-bit integers, 2^-4 of itself in E4M3.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -22,7 +22,7 @@ struct Shape {
   int dtype;
   int64_t turned = 0;  // channels that rotary positions turn; 0 for all
   std::string name() const {
-    const char *kinds[] = {"f32", "bf16", "int8"};
+    const char *kinds[] = {"f32", "bf16", "int8", "e4m3"};
     return "H " + std::to_string(H) + ", J " + std::to_string(J) + ", C " + std::to_string(C) + ", window " +
            std::to_string(window) + ", " + kinds[dtype];
   }
@@ -52,9 +52,9 @@ class World {
     const int64_t width = s.dtype == BD_KV_F32 ? 4 : s.dtype == BD_KV_BF16 ? 2 : 1;
     keys_.assign(size * s.C * width, 0xff);  // not a number in float and bfloat16
     values_.assign(size * s.C * width, 0xff);
-    key_scales_.assign(size, NAN);
-    value_scales_.assign(size, NAN);
-    kv = {s.dtype, blocks, keys_.data(), values_.data(), key_scales_.data(), value_scales_.data()};
+    key_scales_.assign(size, s.dtype == BD_KV_E4M3 ? 0.03f : NAN);  // 448 of them are more than any number here
+    value_scales_.assign(size, s.dtype == BD_KV_E4M3 ? 0.03f : NAN);
+    kv = {s.dtype, blocks, keys_.data(), values_.data(), key_scales_.data(), value_scales_.data(), nullptr};
     for (int64_t p = 0; p < tokens; p++)
       for (int64_t c = 0, turned = s.turned ? s.turned : s.C; c < turned / 2; c++) {
         const double angle = (double)p * std::pow(10000.0, -2.0 * (double)c / (double)turned);
@@ -180,7 +180,8 @@ class World {
   double number(const uint8_t *codes, int64_t i, float scale) const {
     if (shape.dtype == BD_KV_F32) return ((const float *)codes)[i];
     if (shape.dtype == BD_KV_BF16) return bf16_value(((const uint16_t *)codes)[i]);
-    return (double)scale * ((const int8_t *)codes)[i];
+    if (shape.dtype == BD_KV_INT8) return (double)scale * ((const int8_t *)codes)[i];
+    return test::small_float(codes[i], 4, 3, false) * scale;
   }
 
   test::Random random_{7};
@@ -227,6 +228,7 @@ void test_rope(const bd::Kernels &kernels, Shape shape, bool norms) {
           largest_value = std::max(largest_value, (double)std::fabs(value[c]));
         }
         auto step = [&](double v, double largest) {
+          if (shape.dtype == BD_KV_E4M3) return std::max(std::fabs(v) / 16, std::ldexp(0.03, -10));
           return shape.dtype == BD_KV_F32 ? 0 : shape.dtype == BD_KV_BF16 ? std::fabs(v) / 256 : 0.5 * largest / 127;
         };
         for (int64_t c = 0; c < C; c++) {
@@ -359,7 +361,7 @@ void test_plan() {
 
 void test_kernels(const bd::Kernels &kernels) {
   test_codes(kernels);
-  for (const int dtype : {BD_KV_F32, BD_KV_BF16, BD_KV_INT8}) {
+  for (const int dtype : {BD_KV_F32, BD_KV_BF16, BD_KV_INT8, BD_KV_E4M3}) {
     for (const bool norms : {false, true})
       for (const int64_t C : {2, 8, 20, 64, 80, 128}) test_rope(kernels, {6, 2, C, 0, dtype}, norms);
     for (const bool norms : {false, true}) {  // Phi-4's 96 of 128, and a rest that is no whole vector
@@ -380,7 +382,7 @@ void test_kernels(const bd::Kernels &kernels) {
         test_invariance(kernels, {4, 2, 64, window, dtype}, first);
       }
     test_invariance(kernels, {12, 2, 128, 0, dtype}, 600);
-    test_not_a_number(kernels, dtype);
+    if (dtype != BD_KV_E4M3) test_not_a_number(kernels, dtype);
   }
 }
 

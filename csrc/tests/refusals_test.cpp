@@ -129,7 +129,7 @@ void attention(bd_pool *pool) {
   const int64_t zero[] = {0}, ends[] = {0, 1}, one[] = {1};
   const bd_batch batch = {1, 1, zero, zero, ends, zero, ends, one};
   const bd_attention shape = {2, 1, 16, 0, 1, x, x, 1e-6f, 0, 0};
-  const bd_kv kv = {BD_KV_F32, 1, y, y, nullptr, nullptr};
+  const bd_kv kv = {BD_KV_F32, 1, y, y, nullptr, nullptr, nullptr};
   float *const q = residual;
   check(bd_attend(pool, q, &batch, &shape, &kv, x) == BD_OK, "bd_attend: %s", bd_error());
   refuses("no batch", BD_E_POINTER, bd_attend(pool, q, nullptr, &shape, &kv, x));
@@ -142,6 +142,18 @@ void attention(bd_pool *pool) {
   wrong.dtype = BD_KV_INT8;
   refuses("8-bit codes without scales", BD_E_POINTER,
           bd_rope_append(pool, x, &batch, &shape, &wrong, nullptr, nullptr, q));
+  wrong.dtype = BD_KV_E4M3;
+  refuses("8-bit floats without scales", BD_E_POINTER, bd_attend(pool, q, &batch, &shape, &wrong, x));
+  const auto grid = reinterpret_cast<const uint16_t *>(x);
+  bd_coded coded = {8, 0, 64, 1, zero, codes, codes, grid, grid, nullptr, nullptr};
+  wrong = {BD_KV_BF16, 1, y, y, nullptr, nullptr, &coded};
+  check(bd_attend(pool, q, &batch, &shape, &wrong, x) == BD_OK, "bd_attend with codes: %s", bd_error());
+  wrong.dtype = BD_KV_F32;
+  refuses("full copies in float32", BD_E_SHAPE, bd_attend(pool, q, &batch, &shape, &wrong, x));
+  wrong.dtype = BD_KV_BF16, coded.bits = 5;
+  refuses("codes of five bits", BD_E_SHAPE, bd_attend(pool, q, &batch, &shape, &wrong, x));
+  coded.bits = 4, coded.outliers = 2;
+  refuses("no outliers where there are two", BD_E_POINTER, bd_attend(pool, q, &batch, &shape, &wrong, x));
   bd_attention odd = shape;
   odd.heads = 3, odd.kv_heads = 2;
   refuses("three heads over two", BD_E_SHAPE, bd_attend(pool, q, &batch, &odd, &kv, x));

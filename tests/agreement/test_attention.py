@@ -3,7 +3,8 @@ compiled kernels of every instruction set against both, and what a row may depen
 
 Tolerances. FP32 sums of a few hundred terms in another order differ by a few units in the last place of the largest
 partial sum: 2e-5 absolute on values of order one. A number in the cache differs from the exact one by half a step of
-its kind: 2^-9 of itself in bfloat16, half its vector's scale in 8 bits.
+its kind: 2^-9 of itself in bfloat16, half its vector's scale in 8-bit integers, 2^-4 of itself in E4M3, half a step of
+its group in codes.
 
 Shape suffixes: R rows, H query heads, J KV heads, C head dimension, L tokens in a sequence's KV.
 """
@@ -21,8 +22,9 @@ from torch.nn import functional
 
 from bitdraft import ops
 from bitdraft.errors import ShapeError
+from bitdraft.formats import KV_FORMATS
 from bitdraft.models.kv import BlockPool
-from bitdraft.ops import KVLayer, Ragged, Rotary, reference
+from bitdraft.ops import KVCache, KVLayer, Ragged, Rotary, reference
 from bitdraft.ops.checks import check_batch
 from bitdraft.ops.native import Native
 
@@ -31,7 +33,9 @@ BLOCK = 16
 ROTARY = {dim: Rotary.make(800, dim, 10000.0) for dim in (8, 16, 20, 64)}
 
 every_backend = pytest.mark.parametrize("name", ["reference", *instruction_sets()])
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+every_kind = pytest.mark.parametrize("kind", KV_FORMATS)
+alone_kinds = pytest.mark.parametrize("kind", ["f32", "bf16", "int8", "fp8"])  # each token is kept by itself
+coded_kinds = pytest.mark.parametrize("kind", ["int8-kc", "int4"])
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -42,8 +46,13 @@ def backend(name: str, threads: int = 2) -> ModuleType | Native:
     return reference if name == "reference" else kernels(name, threads)
 
 
-def new_layer(heads: int, dim: int, dtype: torch.dtype = torch.float32, blocks: int = 60, size: int = BLOCK) -> KVLayer:
-    return BlockPool(1, blocks, heads, dim, dtype, size).layers[0]
+def new_layer(heads: int, dim: int, kind: str = "f32", blocks: int = 60, size: int = BLOCK) -> KVLayer:
+    """One layer, each block with its full copy where there are such; E4M3 with a scale of its own for each head."""
+    scales = 0.01 + 0.01 * torch.arange(2 * heads, dtype=torch.float32)
+    pool = BlockPool(1, blocks, heads, dim, KV_FORMATS[kind], size, [(scales[:heads], scales[heads:])])
+    for _ in range(blocks):
+        pool.take()
+    return pool.layers[0]
 
 
 def ragged(lengths: list[int], counts: list[int], size: int = BLOCK) -> Ragged:
@@ -77,19 +86,23 @@ def stored(kv: KVLayer, batch: Ragged) -> tuple[Tensor, Tensor]:
         block, at = divmod(slot, kv.block_size)
         key, value = kv.keys[block, :, :, at].float(), kv.values[block, :, at].float()
         if kv.key_scales is not None and kv.value_scales is not None:
-            key, value = key * kv.key_scales[block, :, at, None], value * kv.value_scales[block, :, at, None]
+            own = (block, slice(None), at) if kv.keys.dtype == torch.int8 else slice(None)
+            key, value = key * kv.key_scales[own][:, None], value * kv.value_scales[own][:, None]
         keys.append(key)
         values.append(value)
     return torch.stack(keys), torch.stack(values)
 
 
 def filled(
-    name: str, lengths: list[int], heads: int, kv_heads: int, dim: int, dtype: torch.dtype = torch.float32
+    name: str, lengths: list[int], heads: int, kv_heads: int, dim: int, kind: str = "f32"
 ) -> tuple[KVLayer, Ragged, Tensor]:
     """A cache with whole sequences in it, their batch, and their rotated queries."""
-    kv, batch = new_layer(kv_heads, dim, dtype), ragged(lengths, lengths)
+    kv, batch = new_layer(kv_heads, dim, kind), ragged(lengths, lengths)
     qkv = random(sum(lengths), (heads + 2 * kv_heads) * dim, seed=5)
-    return kv, batch, backend(name).rope_append(qkv, batch, ROTARY[dim], kv, None, None, 1e-6)
+    q = backend(name).rope_append(qkv, batch, ROTARY[dim], kv, None, None, 1e-6)
+    full = [table[: length // BLOCK] for table, length in zip(batch.tables, lengths, strict=True)]
+    ops.encode_blocks(KVCache((kv,)), torch.cat(full).tolist())
+    return kv, batch, q
 
 
 @every_backend
@@ -179,11 +192,12 @@ def test_attention_is_sdpa_per_sequence(name: str, heads: int, kv_heads: int, di
 
 
 @every_backend
-@every_dtype
-def test_attention_does_not_see_past_a_row_or_into_another_sequence(name: str, dtype: torch.dtype) -> None:
-    kv, batch, q = filled(name, [9, 5], 4, 2, 8, dtype)
+@every_kind
+def test_attention_does_not_see_past_a_row_or_into_another_sequence(name: str, kind: str) -> None:
+    kv, batch, q = filled(name, [9, 5], 4, 2, 8, kind)
     before = backend(name).attention(q, batch, kv, None)
     block, at = divmod(int(batch.slots[8]), BLOCK)  # position 8 of the first sequence: only its own row may see it
+    block = block if kv.coded is None else int(kv.coded.copies[block])
     kv.keys[block, :, :, at] = 99
     kv.values[block, :, at] = 99
     after = backend(name).attention(q, batch, kv, None)
@@ -195,7 +209,7 @@ def test_attention_does_not_see_past_a_row_or_into_another_sequence(name: str, d
 @every_backend
 def test_int8_keys_and_values_are_within_half_a_step(name: str) -> None:
     exact, batch, _ = filled("reference", [130, 40], 6, 2, 64)
-    coded, _, _ = filled(name, [130, 40], 6, 2, 64, torch.int8)
+    coded, _, _ = filled(name, [130, 40], 6, 2, 64, "int8")
     assert coded.key_scales is not None
     assert coded.value_scales is not None
     for want, got in zip(stored(exact, batch), stored(coded, batch), strict=True):
@@ -206,7 +220,7 @@ def test_int8_keys_and_values_are_within_half_a_step(name: str) -> None:
 
 @every_backend
 def test_int8_ties_zeros_and_what_is_not_a_number(name: str) -> None:
-    kv, batch = new_layer(1, 8, torch.int8), ragged([3], [3])
+    kv, batch = new_layer(1, 8, "int8"), ragged([3], [3])
     value = torch.tensor([[127, 0.5, 1.5, -2.5, 0, -127, 3, 4], [0.0] * 8, [torch.nan, *[1.0] * 7]])
     qkv = torch.cat((random(3, 16), value), 1)
     backend(name).rope_append(qkv, batch, ROTARY[8], kv, None, None, 1e-6)
@@ -219,13 +233,11 @@ def test_int8_ties_zeros_and_what_is_not_a_number(name: str) -> None:
 
 
 @every_backend
-@every_dtype
+@alone_kinds
 @pytest.mark.parametrize("window", [None, 50])
-def test_attention_reads_the_numbers_that_the_codes_stand_for(
-    name: str, dtype: torch.dtype, window: int | None
-) -> None:
+def test_attention_reads_the_numbers_that_the_codes_stand_for(name: str, kind: str, window: int | None) -> None:
     """What is lost is lost when a token is written: to read an 8-bit cache is to read its decoded copy."""
-    kv, batch, q = filled(name, [300, 17], 6, 2, 20, dtype)
+    kv, batch, q = filled(name, [300, 17], 6, 2, 20, kind)
     decoded = new_layer(2, 20)
     keys, values = stored(kv, batch)
     decoded.keys[batch.slots // BLOCK, :, :, batch.slots % BLOCK] = keys
@@ -234,20 +246,117 @@ def test_attention_reads_the_numbers_that_the_codes_stand_for(
     torch.testing.assert_close(backend(name).attention(q, batch, kv, window), expected, **TOLERANCE)
 
 
+def coded_numbers(kv: KVLayer, block: int) -> tuple[Tensor, Tensor]:
+    """What a block's codes stand for, number by number: keys [J, C, 16] and values [J, 16, C]."""
+    c = kv.coded
+    assert c is not None
+    J, C = kv.kv_heads, kv.head_dim
+    keys, values = torch.zeros(J, C, BLOCK), torch.zeros(J, BLOCK, C)
+    for j in range(J):
+        for channel in range(C):
+            row, shift = (channel, 0) if c.bits == 8 else (channel % (C // 2), 4 * (channel // (C // 2)))
+            for at in range(BLOCK):
+                codes = int(c.keys[block, j, row, at]) >> shift, int(c.values[block, j, at, row]) >> shift
+                key, value = (code % 2**c.bits for code in codes)
+                step, least = c.key_grid[block, j, :, channel].tolist()
+                keys[j, channel, at] = least + step * key
+                step, least = c.value_grid[block, j, :, at].tolist()
+                values[j, at, channel] = least + step * value
+        for apart, numbers in ((c.key_outliers, keys), (c.value_outliers, values)):
+            for place, bits in apart[block, j].tolist():
+                numbers[j].view(-1)[place] = float(torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16))
+    return keys, values
+
+
+@every_backend
+@coded_kinds
+@pytest.mark.parametrize("window", [None, 50, 200])
+@pytest.mark.parametrize("dim", [8, 20])
+def test_a_row_reads_a_block_in_codes_when_it_is_a_window_old(
+    name: str, kind: str, window: int | None, dim: int
+) -> None:
+    """Row i and block b: i >= 16 (b + 1) + 128, row by row, by a cache that holds just what the row is to read."""
+    kv, batch, q = filled(name, [220], 4, 2, dim, kind)
+    got = backend(name).attention(q, batch, kv, window)
+    assert kv.coded is not None
+    copies = kv.coded.copies[batch.tables[0]]
+    numbers = [coded_numbers(kv, block) for block in batch.tables[0].tolist()]
+    for i in (0, 15, 143, 144, 150, 159, 160, 219):
+        plain = new_layer(2, dim)
+        for b, block in enumerate(batch.tables[0].tolist()):
+            old = i >= 16 * (b + 1) + 128
+            plain.keys[block] = numbers[b][0] if old else kv.keys[copies[b]].float()
+            plain.values[block] = numbers[b][1] if old else kv.values[copies[b]].float()
+        expected = reference.attention(q[i : i + 1], alone(batch, 0, i), plain, window)
+        torch.testing.assert_close(got[i : i + 1], expected, **TOLERANCE)
+
+
+@coded_kinds
+def test_codes_are_within_half_a_step_and_outliers_are_kept(kind: str) -> None:
+    """The grid spans its group but for the outliers, which are as exact as bfloat16; those are the farthest ones."""
+    kv = new_layer(2, 20, kind)
+    c, at = kv.coded, 7
+    assert c is not None
+    kv.keys.copy_(random(60, 2, 20, 16, seed=1) + 50 * random(60, 2, 20, 1, seed=2))  # channels that are far from zero
+    kv.values.copy_(random(60, 2, 16, 20, seed=3))
+    kv.keys[c.copies[at], 1, 3, 5] = 1000
+    ops.encode_blocks(KVCache((kv,)), [at])
+    exact = kv.keys[c.copies[at]].float(), kv.values[c.copies[at]].float()
+    for want, got, grid in zip(exact, coded_numbers(kv, at), (c.key_grid[at], c.value_grid[at]), strict=True):
+        half = grid[:, 0].float() / 2
+        assert bool(((got - want).abs() <= half[..., None] * 1.001 + 1e-6).all())
+    count = KV_FORMATS[kind].outliers
+    assert c.key_outliers.shape[2] == count
+    if count:
+        assert 3 * 16 + 5 in c.key_outliers[at, 1, :, 0].tolist()
+        assert float(c.key_grid[at, 1, 0, 3]) < 1  # the step does not know of the outlier
+
+
+@coded_kinds
+def test_a_block_without_its_full_copy_is_refused(kind: str) -> None:
+    """By whoever reads or writes it as it was written; rows that read it in codes do not mind."""
+    kv, batch, q = filled("reference", [220], 4, 2, 8, kind)
+    assert kv.coded is not None
+    row = alone(batch, 0, 219)
+    kv.coded.copies[batch.tables[0][4]] = -1  # ends at 80 = 208 - 128: the last that row 219 reads in codes
+    ops.attention(q[219:], row, kv)
+    kv.coded.copies[batch.tables[0][5]] = -1
+    with pytest.raises(ShapeError, match="without its full copy"):
+        ops.attention(q[219:], row, kv)
+    with pytest.raises(ShapeError, match="without its full copy"):
+        ops.rope_append(random(1, 64), row, ROTARY[8], kv)
+
+
+@every_backend
+def test_e4m3_saturates_and_rounds_as_torch_does(name: str) -> None:
+    """Every code from values at, between and beyond them; a scale for each head; 2^-9 is the least step."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(448)
+    between = (codes + torch.tensor([0.49, 0.51])[:, None] * codes.abs().clamp(min=2**-6) / 8).view(-1)
+    extra = torch.tensor([1e9, -1e9, torch.inf, -torch.inf, torch.nan, 2.0**-10, 3 * 2.0**-10, 0])
+    x = torch.cat((codes, between, extra)).view(-1, 8)
+    kv, batch = new_layer(1, 8, "fp8", blocks=60), ragged([len(x)], [len(x)])
+    assert kv.value_scales is not None
+    qkv = torch.cat((torch.zeros(len(x), 16), x * kv.value_scales[0]), 1)
+    backend(name).rope_append(qkv, batch, ROTARY[8], kv, None, None, 1e-6)
+    expected = (x * kv.value_scales[0] / kv.value_scales[0]).clamp(-448, 448).nan_to_num(-448).to(torch.float8_e4m3fn)
+    written = kv.values[batch.slots // BLOCK, 0, batch.slots % BLOCK]
+    assert torch.equal(written.float(), expected.float())  # a zero may lose its sign
+
+
 def test_int8_attention_is_close_to_exact_attention() -> None:
     """Two independent roundings of half a step at most: 0.02 on values of order one is three times what was seen."""
     exact, batch, q = filled("reference", [300], 6, 2, 64)
-    coded, _, _ = filled("reference", [300], 6, 2, 64, torch.int8)
+    coded, _, _ = filled("reference", [300], 6, 2, 64, "int8")
     want, got = (reference.attention(q, batch, kv, None) for kv in (exact, coded))
     assert 1e-4 < float((want - got).abs().max()) < 0.02
 
 
 @every_backend
-@every_dtype
-def test_what_is_written_does_not_depend_on_how_a_prompt_was_fed(name: str, dtype: torch.dtype) -> None:
+@every_kind
+def test_what_is_written_does_not_depend_on_how_a_prompt_was_fed(name: str, kind: str) -> None:
     """All at once, token by token, or over tokens that were taken back: the same bits in the cache."""
-    once, batch, q = filled(name, [70], 4, 2, 20, dtype)
-    again = new_layer(2, 20, dtype)
+    once, batch, q = filled(name, [70], 4, 2, 20, kind)
+    again = new_layer(2, 20, kind)
     qkv = random(70, 8 * 20, seed=5)
     run, wrong = backend(name), dataclasses.replace(ragged([40], [12]), tables=batch.tables)
     run.rope_append(
@@ -257,18 +366,18 @@ def test_what_is_written_does_not_depend_on_how_a_prompt_was_fed(name: str, dtyp
         row = alone(batch, 0, position)
         got = run.rope_append(qkv[position : position + 1], row, ROTARY[20], again, None, None, 1e-6)
         assert torch.equal(got[0], q[position])
-    for one, other in zip(dataclasses.astuple(once), dataclasses.astuple(again), strict=True):
-        assert (one is None and other is None) or torch.equal(one, other)
+    ops.encode_blocks(KVCache((again,)), batch.tables[0][:4].tolist())
+    parts = zip([once.keys, once.values, *once.tensors()], [again.keys, again.values, *again.tensors()], strict=True)
+    for one, other in parts:
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @pytest.mark.parametrize("isa", instruction_sets())
-@every_dtype
+@every_kind
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (4, 2, 20), (3, 3, 64)])
-def test_a_row_of_compiled_attention_is_alone(
-    isa: str, dtype: torch.dtype, heads: int, kv_heads: int, dim: int
-) -> None:
+def test_a_row_of_compiled_attention_is_alone(isa: str, kind: str, heads: int, kv_heads: int, dim: int) -> None:
     """To the bit: one row or nine, other sequences or none, one thread or two, around the ends of chunks of 256."""
-    kv, batch, q = filled(isa, [600, 100], heads, kv_heads, dim, dtype)
+    kv, batch, q = filled(isa, [600, 100], heads, kv_heads, dim, kind)
     for first in (3, 250, 255, 511, 590):
         row = kernels(isa, 1).attention(q[first : first + 1].contiguous(), alone(batch, 0, first), kv, None)
         for count in (1, 2, 3, 5, 9):
@@ -285,7 +394,7 @@ def changed(**changes: object) -> Ragged:
 
 
 BATCH, KV = ragged([20, 5], [2, 1]), new_layer(2, 8)
-CODES = new_layer(2, 8, torch.int8)
+CODES = new_layer(2, 8, "int8")
 TABLE = BATCH.tables[0]
 REFUSED = [
     (changed(slots=BATCH.slots + 1000), KV, "slots .*below 960"),

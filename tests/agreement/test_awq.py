@@ -4,10 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor
 
-from bitdraft.formats import Recipe
+from bitdraft.formats import KV_FORMATS, Recipe
 from bitdraft.measure.workload import calibration_texts
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Checkpoint, open_checkpoint
@@ -50,7 +49,7 @@ def log_probs(source: Checkpoint, recipe: str) -> Tensor:
     calibration = [tokenizer.encode(text) for text in calibration_texts()[:6]]
     weights = quantize(source, Recipe.parse(recipe), calibration=calibration, rng=np.random.default_rng(0))
     model = CachedModel(
-        Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv_dtype=torch.float32
+        Decoder(prepare_model(weights)), kv_tokens=512, vocab_size=tokenizer.vocab_size, kv=KV_FORMATS["f32"]
     )
     feeds = [Feed(i, tokenizer.encode(text), 0, 0) for i, text in enumerate((PROSE, CODE))]
     return model.forward(feeds).log_softmax(-1)

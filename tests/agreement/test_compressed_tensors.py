@@ -13,7 +13,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 
-from bitdraft.formats import Recipe, get_format
+from bitdraft.formats import KV_FORMATS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Weights, open_checkpoint
 from bitdraft.models.compressed import decode, encode, scheme_for
@@ -221,7 +221,7 @@ def our_logits(folder: Path, embedding: torch.Tensor) -> torch.Tensor:
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     vectors = {name: checkpoint.tensor(name) for name in index if name.endswith(("norm.weight", ".bias"))}
     weights = Weights(checkpoint.config, packed | {"lm_head": outer, "model.embed_tokens": outer}, vectors)
-    sizes = {"kv_tokens": 64, "vocab_size": checkpoint.config.vocab_size, "kv_dtype": torch.float32}
+    sizes = {"kv_tokens": 64, "vocab_size": checkpoint.config.vocab_size, "kv": KV_FORMATS["f32"]}
     return CachedModel(Decoder(prepare_model(weights)), **sizes).forward([Feed(0, IDS, 0, 0)])
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from model_files import config, write_folder
 
-from bitdraft.formats import Recipe
+from bitdraft.formats import KV_FORMATS, Recipe
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.decoder import Decoder, prepare_model
@@ -37,7 +37,7 @@ def test_distributions_are_the_decoders(tmp_path, family):
     found = TeacherForced(source, probe, usable)
     weights = quantize(source, Recipe.parse("f32"), rng=rng)
     model = CachedModel(
-        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=width, usable=usable, kv_dtype=torch.float32
+        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=width, usable=usable, kv=KV_FORMATS["f32"]
     )
     logits = [model.forward([Feed(i, t.context, 0, len(t.prompt) - 1)]) for i, t in enumerate(texts)]
     for i in range(len(texts)):

@@ -19,7 +19,7 @@ from bitdraft.drafters import scripted
 from bitdraft.drafters.model import ModelDrafter
 from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
-from bitdraft.formats import Recipe
+from bitdraft.formats import KV_FORMATS, Recipe
 from bitdraft.models import hub
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import open_checkpoint
@@ -32,9 +32,9 @@ from bitdraft.types import Feed, SamplingParams
 def model(path: Path, recipe: str, kv_tokens: int = 256, longest: int | None = None) -> CachedModel:
     """A model with its keys and values in bfloat16, or in float32 beside float32 activations."""
     weights = quantize(open_checkpoint(path), Recipe.parse(recipe), rng=np.random.default_rng(0))
-    dtype = torch.float32 if recipe == "f32" else torch.bfloat16
+    kv = KV_FORMATS["f32" if recipe == "f32" else "bf16"]
     decoder = Decoder(prepare_model(weights), longest)
-    return CachedModel(decoder, kv_tokens=kv_tokens, vocab_size=weights.config.vocab_size, kv_dtype=dtype)
+    return CachedModel(decoder, kv_tokens=kv_tokens, vocab_size=weights.config.vocab_size, kv=kv)
 
 
 def greedy(target: CachedModel, drafter: Drafter | None, prompt: Sequence[int], tokens: int, k: int) -> list[int]:

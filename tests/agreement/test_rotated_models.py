@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitdraft.formats import Recipe, get_format
+from bitdraft.formats import KV_FORMATS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.decoder import Decoder, PreparedModel, prepare_model
@@ -41,7 +41,7 @@ def written(folder: Path) -> Path:
 
 
 def cached(model: PreparedModel) -> CachedModel:
-    return CachedModel(Decoder(model), kv_tokens=128, vocab_size=model.config.vocab_size, kv_dtype=torch.float32)
+    return CachedModel(Decoder(model), kv_tokens=128, vocab_size=model.config.vocab_size, kv=KV_FORMATS["f32"])
 
 
 def logits(model: CachedModel, ids: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bitdraft import ops
 from bitdraft.errors import FormatError, ModelFileError
-from bitdraft.formats import Recipe
+from bitdraft.formats import KV_FORMATS, Recipe
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Weights, open_checkpoint
 from bitdraft.models.decoder import Decoder, PreparedModel, prepare_model
@@ -74,7 +74,7 @@ def in_format(path: Path, name: str) -> Weights:
 
 def cached(model: PreparedModel, kv_tokens: int = 128) -> CachedModel:
     vocab_size = model.config.vocab_size
-    return CachedModel(Decoder(model), kv_tokens=kv_tokens, vocab_size=vocab_size, kv_dtype=torch.float32)
+    return CachedModel(Decoder(model), kv_tokens=kv_tokens, vocab_size=vocab_size, kv=KV_FORMATS["f32"])
 
 
 def logits(model: CachedModel, ids: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bitdraft.engine.curve import Grid
 from bitdraft.errors import UsageError
+from bitdraft.formats import KV_FORMATS
 from bitdraft.measure import kernels as bench
 from bitdraft.measure.steps import bench_step, render_steps
 from bitdraft.ops import hardware, native
@@ -58,12 +59,7 @@ def speeds() -> dict:
 def test_every_operation_format_and_size_is_timed(speeds):
     timed = {(k["operation"], k["data"], k["context"], k["rows"]) for k in speeds["kernels"]}
     products = {("norm_linear", name, None, rows) for name in bench.FORMATS for rows in (1, 3)}
-    attention = {
-        ("attention", name, context, rows)
-        for name in ("float32", "bfloat16", "int8")
-        for context in (16, 40)
-        for rows in (1, 2)
-    }
+    attention = {("attention", name, context, rows) for name in KV_FORMATS for context in (16, 40) for rows in (1, 2)}
     assert timed == products | attention | {("softmax", "float32", None, rows) for rows in (1, 2)}
     assert len(timed) == len(speeds["kernels"])
 
@@ -121,7 +117,7 @@ def folder(tmp_path_factory) -> Path:
 def test_a_model_s_steps_are_timed_by_rows_context_and_batch(folder):
     grid = Grid((1, 2, 5), (16, 48), (1, 2), 1)
     result = bench_step(str(folder), "w4a8", [], ticking(), 1e6, lambda *said: None, grid=grid)
-    assert set(result) == {"isa", "threads", "model", "format", "steps"}
+    assert set(result) == {"isa", "threads", "model", "format", "kv", "steps"}
     assert (result["model"], result["format"]) == (str(folder), "w4a8")
     assert {(s["rows"], s["context"], s["batch"]) for s in result["steps"]} == {
         (rows, context, batch) for rows in (1, 2, 5) for context in (16, 48) for batch in (1, 2)
@@ -142,7 +138,7 @@ def test_the_context_of_the_model_is_the_longest(folder):
 def test_the_table_leaves_out_what_there_was_no_time_for():
     steps = [{"rows": 1, "context": 64, "batch": 1, "ms": 2.0}, {"rows": 8, "context": 64, "batch": 1, "ms": 3.0}]
     more = {"rows": 8, "context": 256, "batch": 1, "ms": 4.0}
-    result = {"isa": "avx2", "threads": 2, "model": "m", "format": "bf16", "steps": [*steps, more]}
+    result = {"isa": "avx2", "threads": 2, "model": "m", "format": "bf16", "kv": "bf16", "steps": [*steps, more]}
     text = printed(render_steps, result)
     assert "3.00 (1.50)" in text
     assert "4.00" in text

@@ -273,7 +273,7 @@ def test_progress_counts_up():
 # Keeping
 
 
-KEY = CurveKey("a processor", "avx2", 2, "0.1.0", "model.gguf", 1000, 17, "w4a8", "bfloat16")
+KEY = CurveKey("a processor", "avx2", 2, "0.1.0", "model.gguf", 1000, 17, "w4a8", "bf16")
 
 
 def kept(model: CachedModel, decoder: PricedDecoder, folder: Path, key: CurveKey = KEY, grid: Grid = SMALL) -> bool:
@@ -365,7 +365,7 @@ def test_a_key_names_machine_model_and_format(tmp_path):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"12345")
     key = CurveKey.of(model, file, "w4a8")
-    assert (key.model, key.model_bytes, key.format, key.kv) == ("m.gguf", 5, "w4a8", "bfloat16")
+    assert (key.model, key.model_bytes, key.format, key.kv) == ("m.gguf", 5, "w4a8", "bf16")
     assert key.processor
     assert key.threads >= 1
     assert CurveKey.of(model, file, "w4a8") == key

@@ -12,7 +12,7 @@ from model_files import config, write_folder
 from torch import Tensor
 
 from bitdraft.errors import FormatError, ModelFileError, NumericsError, UsageError
-from bitdraft.formats import METHODS, Recipe, get_format
+from bitdraft.formats import KV_FORMATS, METHODS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from bitdraft.models.decoder import Decoder, prepare_model
@@ -68,7 +68,7 @@ def with_salient_channels(name: str, tensor: Tensor) -> Tensor:
 
 def logits(weights: Weights, ids: Sequence[int] = IDS) -> Tensor:
     model = CachedModel(
-        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv_dtype=torch.float32
+        Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=weights.config.vocab_size, kv=KV_FORMATS["f32"]
     )
     return model.forward([Feed(0, ids, 0, 0)])
 
@@ -159,7 +159,7 @@ def test_every_layer_is_observed_on_what_the_model_below_it_says(
     assert rows.tokens == total
     alone: dict[tuple[int, str], list[Tensor]] = {}
     for text in texts:
-        model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=300, kv_dtype=torch.float32)
+        model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=300, kv=KV_FORMATS["f32"])
         model.hidden([Feed(0, text, 0, 0)], observe=lambda i, name, x: alone.setdefault((i, name), []).append(x))
     for i in (0, 1):
         stats = LayerInputs(i, dict.fromkeys(READERS, 32), all_rows(total))

@@ -11,7 +11,20 @@ import typer
 
 from ..types import SamplingParams
 from .app import app
-from .options import Json, MaxTokens, MinConfidence, MinP, NoCache, Seed, Target, TargetFormat, Temperature, TopK, TopP
+from .options import (
+    KV,
+    Json,
+    MaxTokens,
+    MinConfidence,
+    MinP,
+    NoCache,
+    Seed,
+    Target,
+    TargetFormat,
+    Temperature,
+    TopK,
+    TopP,
+)
 from .terminal import interruptible, out, progress_bars
 
 if TYPE_CHECKING:
@@ -27,10 +40,11 @@ def generate(
     ] = None,
     target_format: TargetFormat = "auto",
     draft_format: Annotated[str, typer.Option(help="Format of the draft, likewise.")] = "auto",
-    k: Annotated[int, typer.Option("--k", min=1, help="Tokens drafted a step, at most.")] = 4,
+    kv: KV = None,
+    k: Annotated[int, typer.Option("--k", min=1, max=64, help="Tokens drafted a step, at most.")] = 4,
     confidence: MinConfidence = 0.0,
     plan: Annotated[
-        Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats and --k.")
+        Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv and --k.")
     ] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Complete the prompt as it stands, without the chat template.")
@@ -53,7 +67,7 @@ def generate(
     from ..measure.workload import calibration_texts
     from ..serve.generate import GenerateConfig, collect, coloured, load, print_summary, summary
 
-    config = GenerateConfig(target, draft, target_format, draft_format, k, confidence, context)
+    config = GenerateConfig(target, draft, target_format, draft_format, k, confidence, context, kv)
     sampling = SamplingParams(
         temperature=temperature,
         top_p=top_p,
@@ -88,11 +102,12 @@ def _planned(config: "GenerateConfig", path: Path | None) -> "GenerateConfig":
 
     plan = Plan.load(path)
     if plan.draft_format is None or plan.default_k == 0:
-        return replace(config, draft=None, target_format=plan.target_format)
+        return replace(config, draft=None, target_format=plan.target_format, kv=plan.kv)
     return replace(
         config,
         draft=plan.draft,
         target_format=plan.target_format,
         draft_format=plan.draft_format,
         draft_length=plan.default_k,
+        kv=plan.kv,
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .app import app, bench
-from .options import Json, NoCache
+from .options import KV, Json, NoCache
 from .terminal import interruptible, out, progress_bars
 
 
@@ -83,6 +83,7 @@ def bench_kernels(
 def bench_step(
     model: Annotated[str, typer.Argument(help="Model to time: a name, a folder, a .gguf or a hub id.")],
     format: Annotated[str, typer.Option("--format", help="Format to time it in.")] = "bf16",
+    kv: KV = None,
     seconds: Annotated[float, typer.Option(min=0, help="Time to spend on timing, at most.")] = 60.0,
     no_cache: NoCache = False,
     as_json: Json = False,
@@ -92,7 +93,7 @@ def bench_step(
     from ..measure.workload import calibration_texts
 
     with interruptible("Nothing is kept."), progress_bars() as bars:
-        result = steps.bench_step(model, format, calibration_texts(), perf_counter, seconds, bars, not no_cache)
+        result = steps.bench_step(model, format, calibration_texts(), perf_counter, seconds, bars, not no_cache, kv=kv)
     if as_json:
         print(json.dumps(result, ensure_ascii=False))
     else:

@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..types import SamplingParams
 from .app import app
-from .options import Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
+from .options import KV, Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
 from .terminal import interruptible, out, progress_bars
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def measure(
         "bf16,fp8,w8a8,w4a16-awq,w4a16"
     ),
     target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
+    kv: KV = None,
     workload: Annotated[
         str,
         typer.Option(
@@ -73,6 +74,7 @@ def measure(
         rounds=rounds,
         confirm=confirm,
         confirm_prompts=confirm_prompts,
+        kv=kv,
     )
     _measure(config, output, attribute, resume, not no_cache)
     _render(output, as_json)

@@ -22,4 +22,8 @@ NoCache = Annotated[
 MinConfidence = Annotated[
     float, typer.Option(min=0, max=1, help="End a block after a token that the draft finds less likely than this.")
 ]
+KV = Annotated[
+    str | None,
+    typer.Option("--kv", help="Format of keys and values: f32, bf16, int8, fp8, int8-kc or int4. Default: bf16."),
+]
 MaxTokens = Annotated[int, typer.Option(help="Output tokens at most.")]

@@ -227,13 +227,20 @@ class _Stage:
         self._model, self._clock = model, clock
         self._blocks = -(-(max(grid.contexts) + max(grid.rows)) // model.pool.block_size)
         self._sequences: list[list[int]] = []
+        self._sealed: set[int] = set()
+        pool = model.pool
+        self._copied = {  # places of blocks that a step reads or writes as they were written
+            i
+            for context in grid.contexts
+            for i in range(pool.first_copied(context), (context + max(grid.rows)) // pool.block_size + 1)
+        }
 
     def __enter__(self) -> "_Stage":
         return self
 
     def __exit__(self, *_: object) -> None:
         for block in (block for sequence in self._sequences for block in sequence):
-            self._model.pool.give_back(block)
+            self._model.pool.give_back(block, copied=block not in self._sealed)
 
     def time(self, rows: int, context: int, batch: int) -> float:
         """Seconds of one step: all layers, and the logits of all rows."""
@@ -242,9 +249,23 @@ class _Stage:
         self._model.logits(self._model.decoder.hidden(call, self._model.pool.layers))
         return self._clock() - started
 
+    def _add_sequence(self, pool: BlockPool) -> None:
+        """Free blocks, taken and written: memory that never was is one page of zeros, and costs nothing to read."""
+        blocks = []
+        for i in range(self._blocks):
+            blocks.append(pool.take())
+            if pool.format.bits and i not in self._copied:
+                pool.seal(blocks[-1])
+                self._sealed.add(blocks[-1])
+        index = torch.tensor(blocks, dtype=torch.int64)
+        for layer in pool.layers:
+            for part in layer.tensors():
+                part[index] = 0
+        self._sequences.append(blocks)
+
     def _call(self, rows: int, context: int, batch: int) -> Ragged:
         while len(self._sequences) < batch:
-            self._sequences.append(_filled(self._model.pool, self._blocks))
+            self._add_sequence(self._model.pool)
         size = self._model.pool.block_size
         positions = range(context, context + rows)
         used = self._sequences[:batch]
@@ -257,17 +278,6 @@ class _Stage:
             tables=tuple(torch.tensor(b[: -(-(context + rows) // size)], dtype=torch.int64) for b in used),
             lengths=(context + rows,) * batch,
         )
-
-
-def _filled(pool: BlockPool, count: int) -> list[int]:
-    """Free blocks, taken and written: memory that never was is one page of zeros, and costs nothing to read."""
-    blocks = [pool.take() for _ in range(count)]
-    index = torch.tensor(blocks, dtype=torch.int64)
-    for layer in pool.layers:
-        for part in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
-            if part is not None:
-                part[index] = 0
-    return blocks
 
 
 @dataclass(frozen=True)
@@ -305,7 +315,7 @@ class CurveKey:
             model_bytes=sum(s.st_size for s in stats),
             model_modified_ns=max((s.st_mtime_ns for s in stats), default=0),
             format=format,
-            kv=str(model.pool.layers[0].keys.dtype).removeprefix("torch."),
+            kv=model.pool.format.name,
         )
 
 

@@ -1,6 +1,17 @@
 """Number formats, and the recipes that say how a model is brought into one."""
 
 from .base import FORMATS, Format, get_format
+from .kv import KV_FORMATS, KVFormat, get_kv_format
 from .recipe import METHODS, Method, Recipe
 
-__all__ = ["FORMATS", "METHODS", "Format", "Method", "Recipe", "get_format"]
+__all__ = [
+    "FORMATS",
+    "KV_FORMATS",
+    "METHODS",
+    "Format",
+    "KVFormat",
+    "Method",
+    "Recipe",
+    "get_format",
+    "get_kv_format",
+]

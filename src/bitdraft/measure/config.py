@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from ..decoding.verify import Rule
 from ..errors import UsageError
+from ..formats import get_kv_format
 from ..types import SamplingParams
 
 
@@ -22,6 +23,7 @@ class MeasureConfig:
         confirm: best combinations of each workload that are run end to end.
         confirm_prompts: prompts of each workload that they run on. rounds: how often each runs.
         rule: how blocks are verified.
+        kv: format of keys and values of both models; None for bf16, or f32 beside the format f32.
     """
 
     target: str
@@ -38,8 +40,11 @@ class MeasureConfig:
     confirm_prompts: int = 4
     rounds: int = 2
     rule: Rule = "block"
+    kv: str | None = None
 
     def __post_init__(self) -> None:
+        if self.kv is not None:
+            get_kv_format(self.kv)
         for name in ("formats", "workloads", "draft_lengths"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):

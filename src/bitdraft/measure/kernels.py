@@ -19,7 +19,7 @@ from rich.table import Table
 
 from .. import ops
 from ..engine.curve import backend
-from ..formats import get_format
+from ..formats import KV_FORMATS, KVFormat, get_format
 from ..models.kv import BLOCK_SIZE, BlockPool
 from ..ops import Ragged, hardware
 from ..ops.hardware import Limits, Probe
@@ -27,7 +27,6 @@ from ..ops.packed import concatenate
 from ..quantize.load import Progress
 
 FORMATS = ("bf16", "fp8_e4m3-w", "w8a8", "w6a8", "w4a8", "w4a16", "w3a8", "w2a8")
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 FEWEST = 5
 """Samples of each figure, however slow."""
@@ -64,7 +63,7 @@ class KernelSpeed:
     """One operation on one kind of data.
 
     Attributes:
-        operation: name of the operation. data: format of the weight, or dtype of keys and values, or of the logits.
+        operation: name of the operation. data: format of the weight, or of keys and values, or dtype of the logits.
         rows: R. context: tokens that attention reads; None for other operations.
         ms: median milliseconds of a call.
         gb_s: bytes in their packed form that have to come from memory, in 1e9 a second. gop_s: operations in 1e9 a
@@ -123,7 +122,7 @@ def bench_kernels(
     distinct = sizes.distinct or 3 * (hardware.last_level_cache() or 32 << 20)
     families = [
         *(partial(_products, name, sizes, distinct) for name in FORMATS),
-        *(partial(_attentions, dtype, c, sizes, distinct) for dtype in KV_DTYPES for c in sizes.contexts),
+        *(partial(_attentions, kv, c, sizes, distinct) for kv in KV_FORMATS.values() for c in sizes.contexts),
         partial(_softmaxes, probe, sizes, distinct),
     ]
     progress(0, 1 + len(families), "kernels")
@@ -174,24 +173,27 @@ def _products(name: str, sizes: Sizes, distinct: int) -> list[_Case]:
     return cases
 
 
-def _attentions(dtype: torch.dtype, context: int, sizes: Sizes, distinct: int) -> list[_Case]:
+def _attentions(kv_format: KVFormat, context: int, sizes: Sizes, distinct: int) -> list[_Case]:
     """Attention of the last rows of one sequence to `context` tokens."""
     H, J, C = sizes.heads, sizes.kv_heads, sizes.head_dim
-    scales = 4 if dtype == torch.int8 else 0
-    size = 2 * context * J * (C * dtype.itemsize + scales)
     blocks = -(-context // BLOCK_SIZE)
-    pool = BlockPool(_copies(size, distinct), blocks, J, C, dtype)
-    for part in (p for kv in pool.layers for p in (kv.keys, kv.values, kv.key_scales, kv.value_scales)):
-        if part is not None:
-            part.fill_(1)  # memory that never was written is one page of zeros, and in the cache
+    old = max(0, context - max(sizes.few_rows) - kv_format.window) // BLOCK_SIZE if kv_format.bits else blocks
+    number = old * BLOCK_SIZE * kv_format.bits_per_number(C) / 8 + max(0, context - old * BLOCK_SIZE) * 2
+    size = round(2 * J * C * number)
+    pool = BlockPool(_copies(size, distinct), blocks, J, C, kv_format)
+    table = torch.tensor([pool.take() for _ in range(blocks)])
+    for block in table[:old].tolist() if kv_format.bits else ():
+        pool.seal(block)
+    for part in (p for kv in pool.layers for p in (kv.keys, kv.values, *kv.tensors())):
+        part.fill_(1)  # memory that never was written is one page of zeros, and in the cache
     cases = []
     for R in sizes.few_rows:
         positions = torch.arange(context - R, context)
-        batch = Ragged(positions, positions, positions, (R,), (torch.arange(blocks),), (context,))
+        slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        batch = Ragged(positions, positions, slots, (R,), (table,), (context,))
         q_RHC = torch.randn(R, H, C)
         calls = [partial(ops.attention, q_RHC, batch, kv) for kv in pool.layers]
-        name = str(dtype).removeprefix("torch.")
-        cases.append(_Case("attention", name, R, context, calls, size, 4 * R * H * C * context))
+        cases.append(_Case("attention", kv_format.name, R, context, calls, size, 4 * R * H * C * context))
     return cases
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..formats import KV_FORMATS
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, Weights
 from ..models.config import ModelConfig
@@ -169,7 +170,7 @@ def _run(model: Weights, i: int, x_RD: Tensor, inputs: dict[str, Tensor] | None 
         embedding=rows,
         packed_bytes=0,
     )
-    cached = CachedModel(Decoder(alone), kv_tokens=len(x_RD), vocab_size=len(x_RD), kv_dtype=torch.float32)
+    cached = CachedModel(Decoder(alone), kv_tokens=len(x_RD), vocab_size=len(x_RD), kv=KV_FORMATS["f32"])
 
     def keep(_: int, name: str, x_RK: Tensor) -> None:
         assert inputs is not None

@@ -31,6 +31,7 @@ class Plan:
         machine: the fingerprint of where it was measured; step costs hold there only.
         sampling: the sampling values that it was measured with.
         trace_sha256: names the evidence, see `Trace.digest`.
+        kv: format of keys and values of both models; None is bf16, or f32 beside the format f32.
     """
 
     version: int
@@ -46,6 +47,7 @@ class Plan:
     machine: str
     sampling: Sampling
     trace_sha256: str
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         lengths = (self.default_k, *self.k.values())
@@ -112,4 +114,5 @@ def make_plan(figures: Figures, recommendation: Recommendation) -> Plan:
         machine=run.machine.fingerprint,
         sampling=run.sampling,
         trace_sha256=figures.digest,
+        kv=run.kv,
     )

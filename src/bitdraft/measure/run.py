@@ -104,6 +104,7 @@ def run(
         kv_tokens=kv_tokens,
         rng=np.random.default_rng(config.sampling.seed),
         calibration=[target_source.tokenizer.encode(text) for text in calibration_texts()],
+        kv=config.kv,
         progress=progress,
     )
     job = _Job(config, writer, target_source, draft_source, target, ids, progress, clock)
@@ -170,6 +171,7 @@ def _load_draft(job: _Job, recipe: Recipe) -> CachedModel:
         kv_tokens=max(longest, TIMING_CONTEXT) + 64,
         rng=np.random.default_rng(job.sampling.seed),
         calibration=calibration,
+        kv=job.config.kv,
         progress=job.progress,
     )
 
@@ -308,6 +310,7 @@ def _describe(
         machine=this_machine(),
         command=command,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
+        kv=config.kv,
     )
 
 

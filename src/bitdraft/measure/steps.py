@@ -25,6 +25,7 @@ def bench_step(
     progress: Progress,
     use_cache: bool = True,
     grid: Grid = GRID,
+    kv: str | None = None,
 ) -> dict[str, Any]:
     """Load a model and time its steps.
 
@@ -37,9 +38,10 @@ def bench_step(
         progress: called while files are fetched, weights quantised and steps timed.
         use_cache: read repacked weights from disk where they were kept, and keep them.
         grid: what to time, as far as the model's context reaches.
+        kv: format of keys and values; None for bf16, or f32 beside the format f32.
 
     Returns:
-        what `--json` prints: isa, threads, model, format, and steps with rows, context, batch and ms.
+        what `--json` prints: isa, threads, model, format, kv, and steps with rows, context, batch and ms.
 
     Raises:
         UsageError: a model or a format that cannot be used, or a context that is too short for a step.
@@ -52,18 +54,21 @@ def bench_step(
         kv_tokens=max(grid.batches) * (longest + BLOCK_SIZE),
         rng=np.random.default_rng(0),
         calibration=[source.tokenizer.encode(text) for text in calibration],
+        kv=kv,
         progress=progress,
     )
     curve = measure_curve(loaded, clock, seconds, grid, progress)
     isa, threads = backend()
     steps = [asdict(step) for step in curve.steps]
-    return {"isa": isa, "threads": threads, "model": model, "format": recipe.name, "steps": steps}
+    about = {"isa": isa, "threads": threads, "model": model, "format": recipe.name, "kv": loaded.pool.format.name}
+    return {**about, "steps": steps}
 
 
 def render_steps(result: Mapping[str, Any], console: Console) -> None:
     """Print what `bench_step` returned: milliseconds, and beside them how often the step of one row they are."""
     console.print(
-        f"{result['model']} in {result['format']}, {result['isa']}, {result['threads']} threads. "
+        f"{result['model']} in {result['format']}, keys and values in {result['kv']}, {result['isa']}, "
+        f"{result['threads']} threads. "
         "Milliseconds of a step, and in brackets how many times a step of one row.\n",
         highlight=False,
         soft_wrap=True,

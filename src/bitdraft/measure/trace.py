@@ -93,7 +93,7 @@ class Run:
     """What was asked, and where.
 
     Attributes:
-        target, draft: the pair. target_format: what the target was run in.
+        target, draft: the pair. target_format: what the target was run in. kv: keys and values of both; None is bf16.
         formats: draft formats, in the order asked for. workloads: likewise. prompts: per workload.
         k_values: draft lengths to consider, ascending.
         sampling: how logits become tokens.
@@ -116,6 +116,7 @@ class Run:
     machine: Machine
     command: str
     started: str
+    kv: str | None = None
 
     def __post_init__(self) -> None:
         _check("formats", bool(self.formats), self.formats, "at least one format")

@@ -6,6 +6,7 @@ Shape suffixes: R rows that return logits, D hidden size, V vocabulary.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..errors import NumericsError, UsageError
+from ..formats.kv import KV_FORMATS, KVFormat
 from ..ops import Ragged
 from ..types import Feed
 from .decoder import Decoder, Observer
@@ -36,7 +38,8 @@ class CachedModel:
         vocab_size: int,
         usable: int | None = None,
         context_length: int | None = None,
-        kv_dtype: torch.dtype = torch.bfloat16,
+        kv: KVFormat = KV_FORMATS["bf16"],
+        kv_scales: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -46,8 +49,9 @@ class CachedModel:
             vocab_size: width of the logits; a padded table is cut to it, a smaller one is filled up with -inf.
             usable: ids from here on have another meaning or none: their logits are -inf. None: all are usable.
             context_length: a smaller limit than the model's own.
-            kv_dtype: what keys and values are stored as: bfloat16; int8, with a scale per token and head, for half the
-                bytes; or float32 for an exact oracle.
+            kv: what keys and values are kept in; float32 is for an exact oracle.
+            kv_scales: for a format that needs them, of keys and values for each layer, [J] float32 both: see
+                `find_scales`.
         """
         config = decoder.config
         self.decoder = decoder
@@ -55,7 +59,7 @@ class CachedModel:
         self.context_length = min(context_length or config.context_length, config.context_length)
         self._usable = min(vocab_size, config.vocab_size, usable or vocab_size)
         blocks = -(-kv_tokens // BLOCK_SIZE)
-        self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv_dtype)
+        self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv, scales=kv_scales)
         self._tables: dict[int, BlockTable] = {}
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
@@ -81,8 +85,7 @@ class CachedModel:
                     f"request {feed.request} would hold {table.length + len(feed.tokens)} tokens, the context is "
                     f"{self.context_length}. Shorten the prompt or lower max_tokens."
                 )
-        slots = self._append(feeds, tables)
-        x_RD = self.decoder.hidden(_ragged(feeds, tables, slots), self.pool.layers, observe)
+        x_RD = self._rows(feeds, tables, observe)
         wanted: list[int] = []
         row = 0
         for feed in feeds:
@@ -129,16 +132,36 @@ class CachedModel:
         """Tokens that the cache holds for `request`; 0 if it was never seen."""
         return self._tables[request].length if request in self._tables else 0
 
-    def _append(self, feeds: Sequence[Feed], tables: Sequence[BlockTable]) -> list[int]:
-        slots: list[int] = []
-        for i, (feed, table) in enumerate(zip(feeds, tables, strict=True)):
+    def _rows(self, feeds: Sequence[Feed], tables: Sequence[BlockTable], observe: Observer | None) -> Tensor:
+        """Residual rows of all tokens, feed after feed, [rows, D] float32.
+
+        Where blocks are read in codes, no call may fill a block that its own rows read so: long feeds go in parts.
+        """
+        rows: list[list[Tensor]] = [[] for _ in feeds]
+        part = self.pool.format.window or None
+        for first in range(0, max((len(feed.tokens) for feed in feeds), default=0), part or sys.maxsize):
+            mine = [i for i, feed in enumerate(feeds) if len(feed.tokens) > first]
+            cut = [_part(feeds[i], first, part) for i in mine]
+            slots: list[int] = []
             try:
-                slots += table.append(len(feed.tokens))
+                for i, some in zip(mine, cut, strict=True):
+                    slots += tables[i].append(len(some.tokens), feeds[i].start)
             except UsageError:
-                for done, undo in zip(feeds[:i], tables[:i], strict=True):
-                    undo.truncate(done.start)
+                for feed, table in zip(feeds, tables, strict=True):
+                    table.truncate(feed.start)
                 raise
-        return slots
+            x_RD = self.decoder.hidden(_ragged(cut, [tables[i] for i in mine], slots), self.pool.layers, observe)
+            if len(cut) == len(feeds) and all(len(a.tokens) == len(b.tokens) for a, b in zip(cut, feeds, strict=True)):
+                return x_RD
+            for i, its in zip(mine, torch.split(x_RD, [len(feed.tokens) for feed in cut]), strict=True):
+                rows[i].append(its)
+        return torch.cat([some for its in rows for some in its])
+
+
+def _part(feed: Feed, first: int, count: int | None) -> Feed:
+    if first == 0 and (count is None or len(feed.tokens) <= count):
+        return feed
+    return Feed(feed.request, feed.tokens[first:][:count], feed.start + first, 0)
 
 
 def _ragged(feeds: Sequence[Feed], tables: Sequence[BlockTable], slots: list[int]) -> Ragged:

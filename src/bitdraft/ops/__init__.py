@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .batch import AttentionKind, KVCache, KVLayer, Ragged, Rotary
+from .batch import AttentionKind, CodedBlocks, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_angles, check_arrays, check_batch, check_kv, check_rotary, check_rows, check_vector
+from .coded import encode_blocks
 from .packed import Gate, Layer, Packed, Prepared, Stack
 
 __all__ = [
     "AttentionKind",
+    "CodedBlocks",
     "Gate",
     "KVCache",
     "KVLayer",
@@ -31,6 +33,7 @@ __all__ = [
     "Stack",
     "attention",
     "embed",
+    "encode_blocks",
     "gated_inputs",
     "gated_mlp",
     "linear_add",

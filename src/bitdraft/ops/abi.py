@@ -15,7 +15,7 @@ CODECS = {
 GRIDS = {name: i for i, name in enumerate(("none", "sym", "asym", "min", "k", "k16", "sym16"))}
 ACTIVATIONS = {name: i for i, name in enumerate(("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2", "int8_g32"))}
 GATES = {name: i for i, name in enumerate(("silu", "gelu_tanh"))}
-KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
+KV_DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3}
 
 
 class Weight(Structure):
@@ -51,6 +51,24 @@ class Batch(Structure):
     )
 
 
+class Coded(Structure):
+    """bd_coded."""
+
+    _fields_ = (
+        ("bits", c_int32),
+        ("outliers", c_int32),
+        ("window", c_int64),
+        ("blocks", c_int64),
+        ("copies", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_grid", c_void_p),
+        ("value_grid", c_void_p),
+        ("key_outliers", c_void_p),
+        ("value_outliers", c_void_p),
+    )
+
+
 class KV(Structure):
     """bd_kv."""
 
@@ -61,6 +79,7 @@ class KV(Structure):
         ("values", c_void_p),
         ("key_scales", c_void_p),
         ("value_scales", c_void_p),
+        ("coded", POINTER(Coded)),
     )
 
 

@@ -13,20 +13,73 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class CodedBlocks:
+    """Blocks of a layer in codes whose scales several tokens share: `value = least + step * code`, but for outliers.
+
+    Keys have a step and a least value for each channel of a block, values for each token (KIVI, Liu et al.,
+    2402.02750). A row at position i reads the tokens below `coded_tokens(i)` from here and the others from their full
+    copies, whatever the call is and however long the sequence has become: what it reads depends on i alone.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        window: tokens before a row, at least, that it reads from full copies.
+        keys: [blocks, J, C * bits / 8, block size] uint8; of 4 bits, channel c is the low half of row c, and channel
+            c + C / 2 the high one.
+        values: [blocks, J, block size, C * bits / 8] uint8, likewise.
+        key_grid: [blocks, J, 2, C] bfloat16: steps, then least values. value_grid: [blocks, J, 2, block size].
+        key_outliers, value_outliers: [blocks, J, outliers, 2] int16: a place among the block's [C, block size] keys or
+            [block size, C] values, and the bits of the bfloat16 value there.
+        copies: [blocks] int64, where in the layer's `keys` and `values` a block's full copy lies; -1 if it has none.
+            The same tensor for all layers.
+    """
+
+    bits: int
+    window: int
+    keys: Tensor
+    values: Tensor
+    key_grid: Tensor
+    value_grid: Tensor
+    key_outliers: Tensor
+    value_outliers: Tensor
+    copies: Tensor
+
+    def coded_tokens(self, position: int) -> int:
+        """How many tokens a row at `position` reads in codes: whole blocks that ended `window` tokens before it."""
+        size = self.values.shape[2]
+        return max(0, position - self.window) // size * size
+
+
+@dataclass(frozen=True)
 class KVLayer:
     """One layer's share of the pool of KV blocks.
 
     Attributes:
-        keys: [blocks, J, C, block size], float32, bfloat16 or int8; stored rotated, tokens innermost.
+        keys: [blocks, J, C, block size], float32, bfloat16, int8 or float8 E4M3; stored rotated, tokens innermost.
         values: [blocks, J, block size, C], of the same dtype.
-        key_scales, value_scales: [blocks, J, block size] float32, what the codes of a token and head are to be
-            multiplied by; None unless the codes are int8.
+        key_scales, value_scales: float32, what codes are to be multiplied by: [blocks, J, block size] for int8, one for
+            each token and head; [J] for E4M3; else None.
+        coded: the blocks in codes; None for a cache that keeps every token by itself. With it, `keys` and `values` are
+            bfloat16 and hold full copies of some blocks, at `coded.copies`.
     """
 
     keys: Tensor
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+    coded: CodedBlocks | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that slots and tables may name."""
+        return len(self.keys if self.coded is None else self.coded.copies)
+
+    def tensors(self) -> list[Tensor]:
+        """Everything that holds something of a block of that number: the first axis is `num_blocks`."""
+        if self.coded is not None:
+            c = self.coded
+            return [c.keys, c.values, c.key_grid, c.value_grid, c.key_outliers, c.value_outliers]
+        scales = [] if self.keys.dtype != torch.int8 else [self.key_scales, self.value_scales]
+        return [self.keys, self.values, *(scale for scale in scales if scale is not None)]
 
     @property
     def kv_heads(self) -> int:

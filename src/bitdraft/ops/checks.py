@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .batch import KVLayer, Ragged, Rotary
+from .batch import CodedBlocks, KVLayer, Ragged, Rotary
 
-KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
 
 def check(ok: bool, operation: str, given: str, expected: str) -> None:
@@ -72,16 +72,45 @@ def check_kv(operation: str, kv: KVLayer) -> None:
         and values.is_contiguous(),
         operation,
         given,
-        "contiguous keys [blocks, J, C, block size] and values [blocks, J, block size, C] in float32, bfloat16 or int8",
+        "contiguous keys [blocks, J, C, block size] and values [blocks, J, block size, C] in float32, bfloat16, int8 "
+        "or float8_e4m3fn",
     )
-    if keys.dtype != torch.int8:
-        check(scales == (None, None), operation, f"{given}, with scales", "scales beside int8 codes only")
+    if kv.coded is not None:
+        _check_coded(operation, kv, kv.coded, given)
+    if keys.dtype.itemsize > 1:
+        check(scales == (None, None), operation, f"{given}, with scales", "scales beside 8-bit codes only")
         return
     for name, scale in zip(("key_scales", "value_scales"), scales, strict=True):
-        shape = (*keys.shape[:2], keys.shape[3])
+        shape = (*keys.shape[:2], keys.shape[3]) if keys.dtype == torch.int8 else (keys.shape[1],)
         ok = scale is not None and scale.shape == shape and scale.dtype == torch.float32 and scale.is_contiguous()
         found = None if scale is None else f"{scale.dtype} {list(scale.shape)}"
         check(ok, operation, f"{name} {found} beside {given}", f"contiguous float32 {list(shape)}")
+
+
+def _check_coded(operation: str, kv: KVLayer, coded: CodedBlocks, given: str) -> None:
+    check(kv.keys.dtype == torch.bfloat16, operation, f"{given} beside blocks in codes", "full copies in bfloat16")
+    blocks, J, C, size, bits = len(coded.copies), kv.kv_heads, kv.head_dim, kv.block_size, coded.bits
+    outliers = coded.key_outliers.shape[2] if coded.key_outliers.ndim == 4 else 0
+    width = C * bits // 8
+    expected = {
+        "keys": (torch.uint8, [blocks, J, width, size]),
+        "values": (torch.uint8, [blocks, J, size, width]),
+        "key_grid": (torch.bfloat16, [blocks, J, 2, C]),
+        "value_grid": (torch.bfloat16, [blocks, J, 2, size]),
+        "key_outliers": (torch.int16, [blocks, J, outliers, 2]),
+        "value_outliers": (torch.int16, [blocks, J, outliers, 2]),
+        "copies": (torch.int64, [blocks]),
+    }
+    for name, (dtype, shape) in expected.items():
+        tensor: Tensor = getattr(coded, name)
+        ok = tensor.dtype == dtype and list(tensor.shape) == shape and tensor.is_contiguous()
+        check(ok, operation, f"coded {name} {tensor.dtype} {list(tensor.shape)}", f"contiguous {dtype} {shape}")
+    check(
+        bits in (4, 8) and C % 2 == 0 and coded.window > 0 and coded.window % size == 0,
+        operation,
+        f"codes of {bits} bits, a head dimension of {C}, a window of {coded.window}",
+        f"4 or 8 bits, an even head dimension, and a window of whole blocks of {size}",
+    )
 
 
 def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
@@ -92,7 +121,7 @@ def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
     Raises:
         ShapeError: it is not.
     """
-    blocks, size = len(kv.keys), kv.block_size
+    blocks, size = kv.num_blocks, kv.block_size
     counts, lengths, tables = batch.row_counts, batch.lengths, batch.tables
     check_arrays(operation, batch, rows)
     for table, length in zip(tables, lengths, strict=True):
@@ -111,6 +140,23 @@ def check_batch(operation: str, batch: Ragged, kv: KVLayer, rows: int) -> None:
             row = int(outside_R.nonzero()[0])
             given = f"position {int(batch.positions[row])} in a sequence of length {int(held_R[row])}"
             check(False, operation, given, "positions from 0 to length - 1")
+    if kv.coded is not None:
+        _check_copies(operation, batch, kv, kv.coded)
+
+
+def _check_copies(operation: str, batch: Ragged, kv: KVLayer, coded: CodedBlocks) -> None:
+    """Full copies of the blocks that rows write to, and of those that they do not read in codes."""
+    size, needed, row = kv.block_size, [batch.slots // kv.block_size], 0
+    for count, table in zip(batch.row_counts, batch.tables, strict=True):
+        positions = batch.positions[row : row + count].tolist()
+        row += count
+        if positions:
+            needed.append(table[coded.coded_tokens(min(positions)) // size : max(positions) // size + 1])
+    copies = coded.copies[torch.cat(needed)]
+    bad = (copies < 0) | (copies >= len(kv.keys))
+    if bool(bad.any()):
+        block = int(torch.cat(needed)[bad][0])
+        check(False, operation, f"block {block} without its full copy", "one for each block that rows write or read so")
 
 
 def check_arrays(operation: str, batch: Ragged, rows: int) -> None:

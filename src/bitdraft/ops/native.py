@@ -15,7 +15,7 @@ import ctypes
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_int64
+from ctypes import addressof, byref, c_int64, pointer
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..errors import FormatError, ShapeError, UsageError
 from . import abi
-from .batch import AttentionKind, KVCache, KVLayer, Ragged, Rotary
+from .batch import AttentionKind, CodedBlocks, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
 from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
@@ -289,7 +289,13 @@ def _kv(kv: KVLayer) -> abi.KV:
     check(kv.block_size == BLOCK_SIZE, "native", f"blocks of {kv.block_size} tokens", f"blocks of {BLOCK_SIZE}")
     dtype = abi.KV_DTYPES[str(kv.keys.dtype).removeprefix("torch.")]
     scales = _pointer(kv.key_scales), _pointer(kv.value_scales)
-    return abi.KV(dtype, len(kv.keys), kv.keys.data_ptr(), kv.values.data_ptr(), *scales)
+    coded = None if kv.coded is None else pointer(_coded(kv.coded))
+    return abi.KV(dtype, len(kv.keys), kv.keys.data_ptr(), kv.values.data_ptr(), *scales, coded)
+
+
+def _coded(c: CodedBlocks) -> abi.Coded:
+    tensors = c.copies, c.keys, c.values, c.key_grid, c.value_grid, c.key_outliers, c.value_outliers
+    return abi.Coded(c.bits, c.key_outliers.shape[2], c.window, len(c.copies), *map(_pointer, tensors))
 
 
 def _layer(layer: Layer) -> abi.Layer:

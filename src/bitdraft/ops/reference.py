@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .batch import KVLayer, Ragged, Rotary
+from .coded import read_blocks
 from .encoding import dequantize, rotate, round_activations
 from .packed import Activation, Gate, Packed
 
@@ -144,9 +145,20 @@ def rope_append(
 
 
 def _write(kv: KVLayer, slots_R: Tensor, keys_RJC: Tensor, values_RJC: Tensor) -> None:
-    """Keys and values to their slots; int8 divides each vector by its largest magnitude over 127 and rounds."""
+    """Keys and values to their slots, or into the full copies of blocks that are kept in codes.
+
+    int8 divides each vector by its largest magnitude over 127 and rounds; E4M3 divides by the head's scale and
+    saturates. What is not a number becomes -448 there, since a scale that all tokens share cannot tell.
+    """
     block_R, offset_R = slots_R // kv.block_size, slots_R % kv.block_size
-    if kv.key_scales is not None and kv.value_scales is not None:
+    if kv.coded is not None:
+        block_R = kv.coded.copies[block_R]
+    if kv.key_scales is None or kv.value_scales is None:
+        pass
+    elif kv.keys.dtype == torch.float8_e4m3fn:
+        keys_RJC = (keys_RJC / kv.key_scales[:, None]).clamp(-448, 448).nan_to_num(-448)
+        values_RJC = (values_RJC / kv.value_scales[:, None]).clamp(-448, 448).nan_to_num(-448)
+    else:
         keys_RJC, kv.key_scales[block_R, :, offset_R] = _int8_codes(keys_RJC)
         values_RJC, kv.value_scales[block_R, :, offset_R] = _int8_codes(values_RJC)
     kv.keys[block_R, :, :, offset_R] = keys_RJC.to(kv.keys.dtype)
@@ -159,11 +171,16 @@ def _int8_codes(x_RJC: Tensor) -> tuple[Tensor, Tensor]:
     return (x_RJC / scale_RJ[..., None]).round().clamp(-127, 127), scale_RJ
 
 
-def _read(kv: KVLayer, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of the first `length` tokens of a sequence, [L, J, C] float32 both."""
-    keys_LJC = kv.keys[table].permute(0, 3, 1, 2).flatten(0, 1)[:length].float()
-    values_LJC = kv.values[table].permute(0, 2, 1, 3).flatten(0, 1)[:length].float()
-    if kv.key_scales is not None and kv.value_scales is not None:
+def _read(kv: KVLayer, table: Tensor, length: int, coded: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of the first `length` tokens of a sequence, `coded` of them in codes, [L, J, C] float32 both."""
+    keys, values = (kv.keys[table], kv.values[table]) if kv.coded is None else read_blocks(kv, kv.coded, table, coded)
+    keys_LJC = keys.permute(0, 3, 1, 2).flatten(0, 1)[:length].float()
+    values_LJC = values.permute(0, 2, 1, 3).flatten(0, 1)[:length].float()
+    if kv.key_scales is None or kv.value_scales is None:
+        return keys_LJC, values_LJC
+    if kv.keys.dtype == torch.float8_e4m3fn:
+        keys_LJC, values_LJC = keys_LJC * kv.key_scales[:, None], values_LJC * kv.value_scales[:, None]
+    else:
         keys_LJC = keys_LJC * kv.key_scales[table].transpose(1, 2).flatten(0, 1)[:length, :, None]
         values_LJC = values_LJC * kv.value_scales[table].transpose(1, 2).flatten(0, 1)[:length, :, None]
     return keys_LJC, values_LJC
@@ -175,9 +192,12 @@ def attention(q_RHC: Tensor, batch: Ragged, kv: KVLayer, window: int | None, sca
     q_RHC = q_RHC * (q_RHC.shape[2] ** -0.5 if scale is None else scale)
     row = 0
     for count, table, length in zip(batch.row_counts, batch.tables, batch.lengths, strict=True):
-        rows = slice(row, row + count)
-        keys_LJC, values_LJC = _read(kv, table, length)
-        out_RN[rows] = _attend(q_RHC[rows], keys_LJC, values_LJC, batch.positions[rows], window)
+        positions = batch.positions[row : row + count]
+        coded_R = torch.tensor([0 if kv.coded is None else kv.coded.coded_tokens(p) for p in positions.tolist()])
+        for coded in sorted(set(coded_R.tolist())):
+            rows = row + (coded_R == coded).nonzero()[:, 0]
+            keys_LJC, values_LJC = _read(kv, table, length, coded)
+            out_RN[rows] = _attend(q_RHC[rows], keys_LJC, values_LJC, batch.positions[rows], window)
         row += count
     return out_RN
 

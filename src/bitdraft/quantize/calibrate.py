@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError, UsageError
-from ..formats import Format, get_format
+from ..formats import KV_FORMATS, Format, get_format
 from ..models.checkpoint import Checkpoint, Weights
 from ..models.decoder import Decoder, PreparedModel, prepare_layer
 from ..models.kv import BLOCK_SIZE, BlockPool, BlockTable
@@ -176,7 +176,7 @@ class Calibration:
         self._batches = list(_batches([len(text) for text in texts]))
         blocks = max(sum(-(-count // BLOCK_SIZE) for count in counts) for _, counts in self._batches)
         config = source.config
-        self._pool = BlockPool(1, blocks, config.num_kv_heads, config.head_dim, torch.float32)
+        self._pool = BlockPool(1, blocks, config.num_kv_heads, config.head_dim, KV_FORMATS["f32"])
         # Only the rows that occur: the table is the largest weight of a small model.
         values = source.tensor(EMBEDDING)[used]
         small = prepare(values_of(values) if table.kind == "stored" else table.encode(values))

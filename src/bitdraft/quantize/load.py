@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from ..formats import Recipe
+from ..formats import Recipe, get_kv_format
 from ..models import hub
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.decoder import Decoder, PreparedModel, prepare_model
+from ..models.kv_scales import find_scales
 from ..models.quantized_folder import QuantizedCheckpoint
 from ..models.tokenizer import Tokenizer, check_pair
 from ..ops.machine import torch_on_all_cores
@@ -81,7 +81,7 @@ def load_model(
     target: Source | None = None,
     context_length: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
-    kv_dtype: torch.dtype | None = None,
+    kv: str | None = None,
     progress: Progress | None = None,
 ) -> CachedModel:
     """A model in `recipe` with a KV cache, for a target or a draft.
@@ -95,23 +95,28 @@ def load_model(
             Ids that the target's tokenizer does not know are never emitted.
         context_length: a smaller limit than the model's own.
         calibration: token ids of texts, for recipes that need them.
-        kv_dtype: what keys and values are stored as, see `CachedModel`; None for bfloat16, or float32 beside float32
-            activations.
+        kv: format of keys and values, see `formats.kv`; None for bf16, or f32 beside float32 activations. One with
+            scales finds them from `calibration`.
         progress: called while weights are quantised.
 
     Raises:
         PairError: the vocabularies of draft and target differ in meaning.
+        UsageError: an unknown `kv`, or one that needs `calibration` without that.
     """
+    # Only the oracle format keeps more of keys and values than bfloat16 does.
+    kv_format = get_kv_format(kv or ("f32" if recipe.format.activation == "f32" else "bf16"))
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
     longest = min(context_length or kv_tokens, kv_tokens, source.checkpoint.config.context_length)
+    decoder = Decoder(_prepared(source, recipe, rng, calibration, progress), longest)
+    text = [token for ids in calibration or () for token in ids]
     return CachedModel(
-        Decoder(_prepared(source, recipe, rng, calibration, progress), longest),
+        decoder,
         kv_tokens=kv_tokens,
         vocab_size=(target or source).tokenizer.vocab_size,
         usable=shared,
         context_length=context_length,
-        # Only the oracle format keeps more of keys and values than bfloat16 does.
-        kv_dtype=kv_dtype or (torch.float32 if recipe.format.activation == "f32" else torch.bfloat16),
+        kv=kv_format,
+        kv_scales=find_scales(decoder, text) if kv_format.needs_scales else None,
     )
 
 

@@ -37,6 +37,7 @@ class GenerateConfig:
         draft_length: tokens drafted a step.
         confidence: a block ends after a token that the draft gives less probability than this; 0 never.
         context: tokens of prompt and output together at most; None for the model's own limit.
+        kv: format of keys and values of both models; None for bf16, or f32 beside the format f32.
     """
 
     target: str
@@ -46,6 +47,7 @@ class GenerateConfig:
     draft_length: int
     confidence: float
     context: int | None
+    kv: str | None = None
 
 
 @dataclass
@@ -101,6 +103,7 @@ def load(
         context_length=context,
         rng=np.random.default_rng(0),
         calibration=ids,
+        kv=config.kv,
         progress=progress,
     )
     drafter: Drafter | None = NGramDrafter() if config.draft == NGRAM else None
@@ -112,6 +115,7 @@ def load(
             rng=np.random.default_rng(0),
             target=source,
             calibration=ids,
+            kv=config.kv,
             progress=progress,
         )
         policy = Confidence(config.draft_length, config.confidence) if config.confidence else Fixed(config.draft_length)
