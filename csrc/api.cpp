@@ -281,16 +281,16 @@ int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *laye
   });
 }
 
-int bd_row_stats(bd_pool *pool, const float *logits, int64_t rows, int64_t width, float scale, int64_t *argmax,
-                 float *largest, float *log_sum) {
+int bd_top(bd_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t stride, int64_t *place, float *largest) {
   return guarded([&] {
-    need_floats(logits, "logits");
-    pool->pool.run([&](bd::Team &team) {
-      team.share(rows, 1, [&](int64_t from, int64_t to) {
-        for (int64_t r = from; r < to; r++)
-          team.kernels().row_stats(logits + r * width, width, scale, argmax + r, largest + r, log_sum + r);
-      });
-    });
+    need_floats(logits, "logits"), need_floats(largest, "largest");
+    need(place, BD_E_POINTER, "place: a null pointer. Expected a buffer.");
+    need(width > 0, BD_E_SHAPE, "rows of no logits. Expected one at least.");
+    auto find = [&](int64_t from, int64_t to) {
+      for (int64_t r = from; r < to; r++) pool->pool.kernels().top(logits + r * stride, width, place + r, largest + r);
+    };
+    if (rows == 1) return find(0, 1);  // less work than waking a thread
+    pool->pool.run([&](bd::Team &team) { team.share(rows, 1, find); });
   });
 }
 

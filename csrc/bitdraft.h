@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define BD_ABI 1
+#define BD_ABI 2
 #if defined(_WIN32)
 #define BD_API __declspec(dllexport)
 #else
@@ -28,9 +28,7 @@ enum { BD_OK = 0, BD_E_SHAPE = 1, BD_E_POINTER = 2, BD_E_MEMORY = 3, BD_E_ISA = 
 /* How a weight's codes are stored. */
 enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD_INT5, BD_INT6, BD_INT8, BD_CODECS };
 
-/* Codes of INT8 that meet 8-bit inputs are from -127 to 127, so that the sum of two products fits 16 bits.
- *
- * What stands beside the codes along K; with code u, value = scale * u + offset.
+/* What stands beside the codes along K; with code u, value = scale * u + offset.
  *   NONE  nothing: value = u (times the output's own scale, if there is one)
  *   SYM   float16 scale a group; offset = -scale * 2^(bits - 1), 0 for INT8
  *   ASYM  float16 scale and uint8 zero point a group; offset = -scale * zero
@@ -128,8 +126,9 @@ BD_API int bd_attend(bd_pool *, const float *q_RHC, const bd_batch *, const bd_a
                      float *out_RN);
 BD_API int bd_decode(bd_pool *, float *x_RD, int64_t hidden_size, const bd_layer *, int64_t layers, const bd_kv *,
                      const bd_batch *, const bd_attention *); /* all layers, x in place */
-BD_API int bd_row_stats(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, int64_t *argmax_R,
-                        float *max_R, float *log_sum_R);
+/* The largest of each row, NaN if any of it is, and the first place where it is; `stride` floats lie between rows. */
+BD_API int bd_top(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, int64_t stride, int64_t *place_R,
+                  float *largest_R);
 BD_API int bd_softmax(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, float *out_RV);
 
 /* The machine's own limits, measured: bytes read or operations done in a second by all threads of the pool. */

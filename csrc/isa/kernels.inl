@@ -13,4 +13,4 @@
 #include "../kernels/limits.inl"
 
 #define BD_KERNELS(NAME) \
-  {NAME, round_rows, linear, gated, gate_rows, unpack_row, rope_rows, attend, merge, row_stats, softmax, read, busy_float}
+  {NAME, round_rows, linear, gated, gate_rows, unpack_row, rope_rows, attend, merge, top, softmax, read, busy_float}

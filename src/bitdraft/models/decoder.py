@@ -89,8 +89,8 @@ class Decoder:
             residual rows before the final norm, [R, D] float32: what `logits` reads.
         """
         config, eps = self.config, self.config.norm_eps
-        rotary = self._rotary_for(int(batch.positions.max()) + 1)
-        x_RD = ops.embed(batch.ids, self.embedding)
+        rotary = self._rotary_for(max(batch.lengths))
+        x_RD = ops.embed(batch.numbers[0], self.embedding)
         if observe is None:
             whole = ops.run_layers(x_RD, self.layers, batch, rotary, kv, eps, config.sliding_window)
             if whole is not None:

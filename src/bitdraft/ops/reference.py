@@ -96,6 +96,11 @@ def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: DecodedWeight) -> Ten
     return norm_linear(x_RD, norm_D, eps, head, None)
 
 
+def top(logits_RV: Tensor) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Place, the first of equals, and size of the largest logit of each row; NaN if the row holds one."""
+    return tuple(logits_RV.argmax(-1).tolist()), tuple(logits_RV.amax(-1).tolist())
+
+
 def _rotate(x_RHC: Tensor, cos_RC: Tensor, sin_RC: Tensor) -> Tensor:
     first, second = x_RHC.chunk(2, dim=-1)
     cos, sin = cos_RC.unsqueeze(1), sin_RC.unsqueeze(1)
