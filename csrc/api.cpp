@@ -40,6 +40,7 @@ void need_grid(const bd_weight &w) {
   const bool floats = w.codec <= BD_E5M2;
   need(!(floats && w.activation == BD_ACT_INT8), BD_E_SHAPE, "a weight of floats with 8-bit integer inputs. Expected float inputs.");
   need(bd::known_form(w.codec, w.grid), BD_E_SHAPE, "codes with scales of a kind that they never have, or without any.");
+  need(w.inputs <= bd::MAX_INPUTS, BD_E_SHAPE, "a weight of more than 2^21 inputs. Expected at most that.");
   if (w.grid == BD_GRID_NONE) return;
   const bool unit = w.grid == BD_GRID_K || w.grid == BD_GRID_K16;  // their groups are 256 inputs, whatever `group` says
   const bool fits = unit ? w.inputs % 256 == 0 : w.group >= 32 && w.group % 32 == 0 && w.inputs % w.group == 0;

@@ -96,7 +96,8 @@ BD_API const char *bd_error(void);                 /* of the calling thread's la
 BD_API const char *bd_isas(void);                  /* what this library was built with and this machine runs, "scalar avx2" */
 
 /* Threads that run the kernels of one instruction set: scalar, avx2, avx512, or NULL for the best that this machine runs.
- * A pool serves one caller at a time. NULL if the machine does not run it. */
+ * A pool serves one caller at a time, with fewer threads than asked where the system grants no more: bd_pool_threads says
+ * how many. NULL if the machine does not run the instruction set. */
 BD_API bd_pool *bd_pool_new(const char *isa, int threads);
 BD_API void bd_pool_free(bd_pool *);
 BD_API int bd_pool_threads(const bd_pool *);

@@ -1,10 +1,12 @@
 """The rules of verification, by hand and at the edges. That they are lossless is proved in tests/properties."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from bitdraft.decoding.protocols import DraftRow, Purpose
-from bitdraft.decoding.sampling import History
+from bitdraft.decoding.sampling import History, PointMasses
 from bitdraft.decoding.streams import Streams
 from bitdraft.decoding.verify import (
     acceptance_chances,
@@ -188,6 +190,22 @@ def test_greedy_accepts_the_common_prefix(rule: str) -> None:
     )
     assert (verdict.accepted[0], verdict.next_token[0]) == (2, 3)
     assert verdict.overlap == ((1, 1, 0),)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_certain_target_is_verified_as_its_one_hot_distributions_are(rule: str, soft: bool) -> None:
+    """Every draft of three tokens against every target of four, for point masses and for drafts that were drawn."""
+    eye = torch.eye(3, dtype=torch.float64)
+    q = of([0.5, 0.3, 0.2], [0.0, 0.6, 0.4], [0.1, 0.0, 0.9])
+    for drafted, said in product(product(range(3), repeat=3), product(range(3), repeat=4)):
+        proposal = Proposal((drafted,), q[None] if soft else None)
+        certain, shown = (
+            verify(proposal, [p], [row_of(Streams(0, 0))], rule)  # type: ignore[arg-type]
+            for p in (PointMasses(said, 3), eye[list(said)])
+        )
+        assert (certain.accepted, certain.next_token) == (shown.accepted, shown.next_token)
+        assert certain.overlap[0] == pytest.approx(shown.overlap[0])
 
 
 def test_rows_of_a_batch_are_verified_each_by_itself() -> None:

@@ -28,7 +28,6 @@ from ..errors import FormatError, ShapeError, UsageError
 from . import abi
 from .batch import KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
-from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
 from .packed import Layer, Packed, Stack
 from .panels import PanelKind, Panels, PanelWeight, panel_kind
@@ -97,7 +96,6 @@ class Native:
     def _pack_blocks(self, packed: Packed) -> Panels:
         """Codes and scales of a GGUF file's blocks go into panels as they are."""
         assert packed.blocks is not None
-        _check_symmetric(packed, packed.blocks)
         (N, K), number = packed.shape, packed.blocks.kind
         struct = abi.Weight(outputs=N, inputs=K)
         if self._library.bd_gguf_form(number, byref(struct)):
@@ -286,17 +284,6 @@ def _layer(layer: Layer) -> abi.Layer:
     weights: list[Any] = [layer.qkv, layer.o, layer.gate_up, layer.down]
     vectors = layer.input_norm, layer.mlp_norm, layer.qkv_bias, layer.q_norm, layer.k_norm
     return abi.Layer(*map(_pointer, vectors), *(weight.struct for weight in weights))
-
-
-def _check_symmetric(packed: Packed, blocks: BlockFormat) -> None:
-    """Pairs of products of 8-bit codes fit 16 bits if no code is -128; ggml writes none, but a file may hold one."""
-    if packed.activation == "int8" and blocks.code_bits == 8:
-        codes = packed.codes.view(torch.int8).view(-1, blocks.nbytes)[:, blocks.nbytes - blocks.values :]
-        if int(codes.amin()) == -128:
-            raise FormatError(
-                f"{packed.format}: a {blocks.name} weight {list(packed.shape)} with codes of -128. Expected -127 to "
-                "127 for 8-bit inputs; use stored-a16."
-            )
 
 
 @cache
