@@ -238,7 +238,7 @@ def test_greedy_tokens_are_where_the_point_masses_are(change: dict[str, Any], dt
     expected = target_distributions(logits, draft, params, history, {5}).argmax(-1).tolist()
     assert list(greedy_tokens(logits, draft, params, history, {5})) == expected
     logits[2, 1] = torch.nan
-    with pytest.raises(NumericsError, match="output token 3 .* NaN"):
+    with pytest.raises(NumericsError, match=r"output token 3 .* NaN"):
         greedy_tokens(logits, draft, params, history, {5})
 
 
