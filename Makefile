@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-models test-native test-sanitized lint format bench clean
+.PHONY: help setup demo test test-models test-native test-sanitized test-tsan lint format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -49,6 +49,11 @@ test-native: test-sanitized ## the C++ tests: with sanitizers, then plain, with 
 
 test-sanitized: ## the C++ tests with address and undefined-behaviour sanitizers, as CI runs them
 	$(call native,sanitized,-DBITDRAFT_SANITIZE=ON)
+
+test-tsan: ## the C++ tests of what threads share, with the thread sanitizer
+	cmake -S . -B build/tsan $(NINJA) -DBITDRAFT_CPP_TESTS=ON -DBITDRAFT_SANITIZE_THREADS=ON
+	cmake --build build/tsan --parallel 2 --target pool_test decode_test
+	ctest --test-dir build/tsan --output-on-failure -R '^(pool|decode_)'
 
 lint: .venv/.dev ## style and types
 	$(BIN)/ruff check .

@@ -43,6 +43,7 @@ void need_grid(const bd_weight &w) {
   const bool blocks = w.rotation == 32 || w.rotation == 64 || w.rotation == 128;
   need(!w.rotation || (blocks && w.inputs % w.rotation == 0), BD_E_SHAPE,
        "inputs to rotate that are no whole blocks. Expected blocks of 32, 64 or 128 that divide them.");
+  need(w.inputs <= bd::MAX_INPUTS, BD_E_SHAPE, "a weight of more than 2^21 inputs. Expected at most that.");
   if (w.grid == BD_GRID_NONE) return;
   if (w.grid == BD_GRID_SYM16)
     return need(w.group == 16 && w.inputs % 16 == 0, BD_E_SHAPE, "groups that are not of 16 inputs or do not divide them.");
@@ -337,16 +338,16 @@ int bd_decode(bd_pool *pool, float *x, int64_t hidden_size, const bd_layer *laye
   });
 }
 
-int bd_row_stats(bd_pool *pool, const float *logits, int64_t rows, int64_t width, float scale, int64_t *argmax,
-                 float *largest, float *log_sum) {
+int bd_top(bd_pool *pool, const float *logits, int64_t rows, int64_t width, int64_t stride, int64_t *place, float *largest) {
   return guarded([&] {
-    need_floats(logits, "logits");
-    pool->pool.run([&](bd::Team &team) {
-      team.share(rows, 1, [&](int64_t from, int64_t to) {
-        for (int64_t r = from; r < to; r++)
-          team.kernels().row_stats(logits + r * width, width, scale, argmax + r, largest + r, log_sum + r);
-      });
-    });
+    need_floats(logits, "logits"), need_floats(largest, "largest");
+    need(place, BD_E_POINTER, "place: a null pointer. Expected a buffer.");
+    need(width > 0, BD_E_SHAPE, "rows of no logits. Expected one at least.");
+    auto find = [&](int64_t from, int64_t to) {
+      for (int64_t r = from; r < to; r++) pool->pool.kernels().top(logits + r * stride, width, place + r, largest + r);
+    };
+    if (rows == 1) return find(0, 1);  // less work than waking a thread
+    pool->pool.run([&](bd::Team &team) { team.share(rows, 1, find); });
   });
 }
 

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define BD_ABI 2
+#define BD_ABI 3
 #if defined(_WIN32)
 #define BD_API __declspec(dllexport)
 #else
@@ -28,9 +28,7 @@ enum { BD_OK = 0, BD_E_SHAPE = 1, BD_E_POINTER = 2, BD_E_MEMORY = 3, BD_E_ISA = 
 /* How a weight's codes are stored. FP4: E2M1 floats, sign, two bits of exponent, one of fraction; u is twice the value. */
 enum bd_codec { BD_F32, BD_BF16, BD_E4M3, BD_E5M2, BD_INT2, BD_INT3, BD_INT4, BD_INT5, BD_INT6, BD_INT8, BD_FP4, BD_CODECS };
 
-/* Codes of INT8 that meet 8-bit inputs are from -127 to 127, so that the sum of two products fits 16 bits.
- *
- * What stands beside the codes along K; with code u, value = scale * u + offset.
+/* What stands beside the codes along K; with code u, value = scale * u + offset.
  *   NONE  nothing: value = u (times the output's own scale, if there is one)
  *   SYM   float16 scale a group; offset = -scale * 2^(bits - 1), 0 for INT8 and FP4
  *   ASYM  float16 scale and uint8 zero point a group; offset = -scale * zero
@@ -122,7 +120,8 @@ BD_API const char *bd_error(void);                 /* of the calling thread's la
 BD_API const char *bd_isas(void);                  /* what this library was built with and this machine runs, "scalar avx2" */
 
 /* Threads that run the kernels of one instruction set: scalar, avx2, avx512, or NULL for the best that this machine runs.
- * A pool serves one caller at a time. NULL if the machine does not run it. */
+ * A pool serves one caller at a time, with fewer threads than asked where the system grants no more: bd_pool_threads says
+ * how many. NULL if the machine does not run the instruction set. */
 BD_API bd_pool *bd_pool_new(const char *isa, int threads);
 BD_API void bd_pool_free(bd_pool *);
 BD_API int bd_pool_threads(const bd_pool *);
@@ -156,8 +155,9 @@ BD_API int bd_decode(bd_pool *, float *x_RD, int64_t hidden_size, const bd_layer
                      const bd_batch *, const bd_attention *kinds, int64_t count); /* all layers, x in place; the kinds
                      differ in window, angles and scale alone */
 BD_API int bd_softcap(bd_pool *, float *logits_RV, int64_t rows, int64_t width, float cap); /* cap tanh(x / cap) */
-BD_API int bd_row_stats(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, int64_t *argmax_R,
-                        float *max_R, float *log_sum_R);
+/* The largest of each row, NaN if any of it is, and the first place where it is; `stride` floats lie between rows. */
+BD_API int bd_top(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, int64_t stride, int64_t *place_R,
+                  float *largest_R);
 BD_API int bd_softmax(bd_pool *, const float *logits_RV, int64_t rows, int64_t width, float scale, float *out_RV);
 
 /* The machine's own limits, measured: bytes read or operations done in a second by all threads of the pool. */

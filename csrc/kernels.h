@@ -48,7 +48,8 @@ struct Kernels {
                  float *out, int64_t from, int64_t to);
   // Queries [from, to) of split rows, query i being head i % H of rows[i / H].
   void (*merge)(const bd_attention &, const SplitRow *rows, const float *partial, float *out, int64_t from, int64_t to);
-  void (*row_stats)(const float *logits, int64_t width, float scale, int64_t *argmax, float *largest, float *log_sum);
+  // The largest logit, NaN if any is, and the first place where it is.
+  void (*top)(const float *logits, int64_t width, int64_t *place, float *largest);
   void (*softmax)(const float *logits, int64_t width, float scale, float *out);
   void (*softcap)(float *logits, int64_t width, float cap);
   float (*read)(const uint8_t *buffer, int64_t bytes);

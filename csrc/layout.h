@@ -27,6 +27,7 @@ namespace bd {
 
 constexpr int PANEL = 16;
 constexpr int GROUP = 32;  // inputs that a kernel takes at once
+constexpr int64_t MAX_INPUTS = 1 << 21;  // so that the product of two numbers of groups is below 2^32
 
 static inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <new>
+#include <system_error>
 
 #if defined(__x86_64__) || defined(_M_X64)
 #include <immintrin.h>
@@ -30,8 +31,15 @@ template <class Done> void spin(Done done) {
 
 }  // namespace
 
-Pool::Pool(const Kernels &kernels, int threads) : kernels_(kernels) {
-  for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+std::thread Pool::start(Pool &pool) {
+  return std::thread([&pool] { pool.work(); });
+}
+
+Pool::Pool(const Kernels &kernels, int threads, Start start) : kernels_(kernels) {
+  try {
+    for (int i = 1; i < threads; i++) workers_.push_back(start(*this));
+  } catch (const std::system_error &) {  // a limit of the system: the threads that there are do all the work
+  }
 }
 
 Pool::~Pool() {

@@ -25,7 +25,12 @@ struct Team {
 
 class Pool {
  public:
-  Pool(const Kernels &, int threads);
+  // Begins a thread that works for the pool until it ends. Throws std::system_error where the system grants none.
+  using Start = std::thread (*)(Pool &);
+  static std::thread start(Pool &);
+
+  // With as many threads as could be begun, which is what threads() says; the caller's own is always there.
+  Pool(const Kernels &, int threads, Start = start);
   ~Pool();
   Pool(const Pool &) = delete;
 

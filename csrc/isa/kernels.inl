@@ -13,5 +13,5 @@
 #include "../kernels/limits.inl"
 
 #define BD_KERNELS(NAME) \
-  {NAME,      round_rows, linear, gated, gate_rows, add_normed, unpack_row, rope_rows, attend, merge, \
-   row_stats, softmax,    softcap, read, busy_float}
+  {NAME, round_rows, linear, gated, gate_rows, add_normed, unpack_row, rope_rows, attend, merge, \
+   top,  softmax,    softcap, read, busy_float}

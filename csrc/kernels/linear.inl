@@ -17,15 +17,18 @@ constexpr bool halved(int grid) { return grid == BD_GRID_K16 || grid == BD_GRID_
 template <int GRID> struct Grid {
   const uint8_t *panel;
   int64_t zeros_at;
-  int per;           // groups of 32 inputs that share a scale
+  uint64_t inverse;  // 2^32 over the groups of 32 inputs that share a scale, rounded up: no division in the inner loop
   float center;      // the code that stands for 0 in SYM and SYM16
 
   Grid(const bd_weight &w, const Layout &l, const uint8_t *at)
-      : panel(at), zeros_at(l.zeros_at), per(w.group > 32 ? w.group / 32 : 1),
+      : panel(at), zeros_at(l.zeros_at), inverse(inverse_of(w.group > 32 ? w.group / 32 : 1)),
         center(w.codec == BD_INT8 ? 0.0f : w.codec == BD_FP4 ? 12.0f : (float)(1 << (bd::codec_bits(w.codec) - 1))) {}
 
+  /// Exact for groups below 2^32 / per: need_grid refuses what has more.
+  static uint64_t inverse_of(int64_t per) { return ((uint64_t(1) << 32) + (uint64_t)per - 1) / (uint64_t)per; }
+
   inline void at(int64_t group, int half, Vec &scale, Vec &offset) const {
-    const int64_t g = group / per;
+    const int64_t g = (int64_t)((uint64_t)group * inverse >> 32);
     if constexpr (GRID == BD_GRID_NONE) {
       scale = vec_set(1.0f);
       offset = vec_zero();

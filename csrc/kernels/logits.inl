@@ -1,38 +1,62 @@
 // Whole rows of logits: the largest, its place, and the softmax.
 namespace {
 
-/// argmax (the first of equals), the largest of scale * logits, and ln sum e^(scale * logit - largest).
-void row_stats(const float *logits, int64_t width, float scale, int64_t *argmax, float *largest, float *log_sum) {
-  Vec top = vec_set(-INFINITY);
-  int64_t i = 0;
-  for (; i + 16 <= width; i += 16) top = vec_max(top, vec_load(logits + i));
-  float best = vec_largest(top);
-  for (; i < width; i++) best = logits[i] > best ? logits[i] : best;
-  int64_t at = 0;
-  while (at < width && logits[at] != best) at++;
-  *argmax = at < width ? at : 0;
-  *largest = best * scale;
-  const Vec by = vec_set(scale), minus = vec_set(-best * scale);
-  Vec sum = vec_zero();
-  for (i = 0; i + 16 <= width; i += 16) sum = vec_add(sum, vec_exp(vec_fma(vec_load(logits + i), by, minus)));
+/// Whether any lane ever given to `add` was no number: the bits of its magnitude are above those of infinity.
+class NoNumbers {
+ public:
+  inline void add(Vec v) {
+    const Int magnitude = int_and(vec_bits(v), int_set(0x7fffffff));
+    seen_ = int_or(seen_, int_add(magnitude, int_set(0x7fffffff - 0x7f800000)));  // sets the sign bit
+  }
+  bool any() const { return int_sum(int_right<31>(seen_)) != 0; }
+
+ private:
+  Int seen_ = int_set(0);
+};
+
+/// Sixteen logits from logits[i] on, -infinity past the row's end.
+inline Vec load_logits(const float *logits, int64_t i, int64_t width) {
+  if (i + 16 <= width) return vec_load(logits + i);
   float tail[16];
   for (int j = 0; j < 16; j++) tail[j] = i + j < width ? logits[i + j] : -INFINITY;
-  if (i < width) sum = vec_add(sum, vec_exp(vec_fma(vec_load(tail), by, minus)));
-  *log_sum = logf(vec_sum(sum));
+  return vec_load(tail);
+}
+
+void top(const float *logits, int64_t width, int64_t *place, float *largest) {
+  constexpr int64_t STRETCH = 1024;  // remembered as a whole, and searched only if the largest is in it
+  NoNumbers wrong;
+  float best = -INFINITY;
+  int64_t at = 0;
+  for (int64_t from = 0; from < width; from += STRETCH) {
+    const int64_t to = from + STRETCH < width ? from + STRETCH : width;
+    Vec most = vec_set(-INFINITY);
+    for (int64_t i = from; i < to; i += 16) {
+      const Vec v = load_logits(logits, i, width);
+      wrong.add(v);
+      most = vec_max(most, v);
+    }
+    if (vec_largest(most) > best) best = vec_largest(most), at = from;
+  }
+  *largest = wrong.any() ? NAN : best;
+  while (at < width && !(logits[at] == best)) at++;
+  *place = at < width ? at : 0;
 }
 
 void softmax(const float *logits, int64_t width, float scale, float *out) {
-  int64_t argmax;
-  float largest, log_sum;
-  row_stats(logits, width, scale, &argmax, &largest, &log_sum);
-  const Vec by = vec_set(scale), minus = vec_set(-largest), share = vec_set(expf(-log_sum));
-  int64_t i = 0;
-  for (; i + 16 <= width; i += 16)
-    vec_store(out + i, vec_mul(vec_exp(vec_fma(vec_load(logits + i), by, minus)), share));
-  float tail[16];
-  for (int j = 0; j < 16; j++) tail[j] = i + j < width ? logits[i + j] : -INFINITY;
-  if (i < width) {
-    vec_store(tail, vec_mul(vec_exp(vec_fma(vec_load(tail), by, minus)), share));
+  Vec most = vec_set(-INFINITY);
+  for (int64_t i = 0; i < width; i += 16) most = vec_max(most, load_logits(logits, i, width));
+  const Vec by = vec_set(scale), minus = vec_set(-vec_largest(most) * scale);
+  Vec sum = vec_zero();
+  for (int64_t i = 0; i < width; i += 16) sum = vec_add(sum, vec_exp(vec_fma(load_logits(logits, i, width), by, minus)));
+  const Vec share = vec_set(1.0f / vec_sum(sum));
+  for (int64_t i = 0; i < width; i += 16) {
+    const Vec v = vec_mul(vec_exp(vec_fma(load_logits(logits, i, width), by, minus)), share);
+    if (i + 16 <= width) {
+      vec_store(out + i, v);
+      continue;
+    }
+    float tail[16];
+    vec_store(tail, v);
     for (int j = 0; i + j < width; j++) out[i + j] = tail[j];
   }
 }

@@ -8,11 +8,11 @@ inline Vec vec_exp(Vec x) {
   const Vec n = vec_round(vec_mul(inside, vec_set(1.44269504f)));
   Vec r = vec_fma(n, vec_set(-0.693359375f), inside);  // ln 2 in two parts, the first exact in few bits
   r = vec_fma(n, vec_set(2.12194440e-4f), r);
-  Vec p = vec_fma(vec_set(1.0f / 5040), r, vec_set(1.0f / 720));
-  p = vec_fma(p, r, vec_set(1.0f / 120));
-  p = vec_fma(p, r, vec_set(1.0f / 24));
-  p = vec_fma(p, r, vec_set(1.0f / 6));
-  p = vec_fma(p, r, vec_set(0.5f));
+  // Taylor's series, its terms moved a little so that six of them do within ln 2 / 2 of 0.
+  Vec p = vec_fma(vec_set(1.38145406e-3f), r, vec_set(8.36874545e-3f));
+  p = vec_fma(p, r, vec_set(4.16683890e-2f));
+  p = vec_fma(p, r, vec_set(1.66665211e-1f));
+  p = vec_fma(p, r, vec_set(4.99999940e-1f));
   p = vec_fma(p, r, vec_set(1.0f));
   p = vec_fma(p, r, vec_set(1.0f));
   const Vec e = int_as_vec(int_add(vec_bits(p), int_left<23>(vec_to_int(n))));

@@ -186,19 +186,26 @@ template <int BITS, int FROM, int TO> inline __m256i dot_unsigned(const __m256i 
   return sum;
 }
 
-/// Dots of sixteen outputs with signed bytes: |q| * (w with the sign of q), whose pairs stay below 2 * 127 * 127 < 2^15.
-template <int FROM, int TO> inline Int dot_signed(const uint8_t *w, const int8_t *q) {
+/// Dots of sixteen outputs with signed bytes, for ROWS rows of 32: |w| * (q with the sign of w). |-128| is 128 as an unsigned
+/// byte, and q, from -127 to 127, has its own negative, so pairs stay within 2 * 128 * 127 < 2^15. The operands the other way
+/// round would want the negative of w = -128.
+template <int FROM, int TO, int ROWS> inline void dot_signed(const uint8_t *w, const int8_t *q, Int sum[ROWS]) {
   const __m256i one = _mm256_set1_epi16(1);
-  Int sum = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+#pragma GCC unroll 2
+  for (int m = 0; m < ROWS; m++) sum[m] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 8
   for (int j = FROM; j < TO; j++) {
-    const __m256i a = quad(q + j * 4), size = _mm256_abs_epi8(a);
-    const __m256i lo = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load32(w + j * 64), a));
-    const __m256i hi = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load32(w + j * 64 + 32), a));
-    sum.lo = _mm256_add_epi32(sum.lo, _mm256_madd_epi16(lo, one));
-    sum.hi = _mm256_add_epi32(sum.hi, _mm256_madd_epi16(hi, one));
+    const __m256i lo = load32(w + j * 64), hi = load32(w + j * 64 + 32);
+    const __m256i size_lo = _mm256_abs_epi8(lo), size_hi = _mm256_abs_epi8(hi);
+#pragma GCC unroll 2
+    for (int m = 0; m < ROWS; m++) {
+      const __m256i a = quad(q + m * 32 + j * 4);
+      const __m256i dot_lo = _mm256_maddubs_epi16(size_lo, _mm256_sign_epi8(a, lo));
+      const __m256i dot_hi = _mm256_maddubs_epi16(size_hi, _mm256_sign_epi8(a, hi));
+      sum[m].lo = _mm256_add_epi32(sum[m].lo, _mm256_madd_epi16(dot_lo, one));
+      sum[m].hi = _mm256_add_epi32(sum[m].hi, _mm256_madd_epi16(dot_hi, one));
+    }
   }
-  return sum;
 }
 
 /// acc + scale * dot + offset * sum, the latter two times *step if STEPS.
@@ -216,10 +223,19 @@ template <int BITS, bool STEPS = false, int FROM = 0, int TO = 8>
 inline void group_dot(const uint8_t *codes, int rows, const int8_t *q, const float *sums, const float *steps, Vec scale,
                       Vec offset, Vec *acc) {
   if constexpr (BITS == 8) {
-    for (int m = 0; m < rows; m++) {
-      const Vec dot = int_to_vec(dot_signed<FROM, TO>(codes, q + m * 32));
-      acc[m] = STEPS ? vec_fma(vec_mul(dot, scale), vec_set(steps[m]), acc[m]) : vec_fma(dot, scale, acc[m]);
+    auto add = [&](int m, Int dot) {
+      const Vec v = int_to_vec(dot);
+      acc[m] = STEPS ? vec_fma(vec_mul(v, scale), vec_set(steps[m]), acc[m]) : vec_fma(v, scale, acc[m]);
+    };
+    Int sum[2];
+    int m = 0;
+    for (; m + 1 < rows; m += 2) {  // two rows share the loads and the sizes of the codes
+      dot_signed<FROM, TO, 2>(codes, q + m * 32, sum);
+      add(m, sum[0]), add(m + 1, sum[1]);
     }
+    if (m == rows) return;
+    dot_signed<FROM, TO, 1>(codes, q + m * 32, sum);
+    add(m, sum[0]);
   } else {
     __m256i u[8];
     unpack<BITS>(codes, u);

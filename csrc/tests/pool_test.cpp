@@ -1,10 +1,12 @@
 // The thread pool: every index of a shared loop is done once, no loop begins before the one before it is done, and
 // threads wake up again.
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
+#include <system_error>
 #include <vector>
 
 #include "../ops.h"
@@ -88,9 +90,26 @@ void scratch(bd::Pool &pool) {
   } catch (const std::bad_alloc &) { check(pool.scratch(100) != nullptr, "no scratch after a refusal"); }
 }
 
+/// A system that grants two threads and no third.
+int granted;
+std::thread two_at_most(bd::Pool &pool) {
+  if (granted == 2) throw std::system_error(EAGAIN, std::generic_category());
+  granted++;
+  return bd::Pool::start(pool);
+}
+
+void too_few_threads() {
+  granted = 0;
+  bd::Pool pool(scalar(), 8, two_at_most);
+  check(pool.threads() == 3, "%d threads of 8, where 2 could be begun. Expected 3.", pool.threads());
+  loops(pool);
+  short_jobs(pool, 100);
+}
+
 }  // namespace
 
 int main() {
+  too_few_threads();
   for (int threads = 1; threads <= 4; threads++) {
     bd::Pool pool(scalar(), threads);
     check(pool.threads() == threads, "%d threads. Expected %d.", pool.threads(), threads);

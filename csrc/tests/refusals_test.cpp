@@ -81,6 +81,11 @@ void weights(bd_pool *pool) {
   refuses("parts with different inputs", BD_E_SHAPE, linear(pool, parts));
 }
 
+void refused_inputs(bd_pool *pool) {
+  const bd_weight wide = weight(BD_INT4, BD_GRID_SYM, 32, (1 << 21) + 32);
+  refuses("more inputs than groups are counted for", BD_E_SHAPE, linear(pool, &wide));
+}
+
 void buffers(bd_pool *pool) {
   const bd_weight w = weight(BD_BF16, BD_GRID_NONE, 0), down = weight(BD_BF16, BD_GRID_NONE, 0, 8);
   refuses("no x", BD_E_POINTER, bd_norm_linear(pool, nullptr, 1, norm, 0, &w, nullptr, y));
@@ -111,6 +116,11 @@ void buffers(bd_pool *pool) {
   refuses("no table", BD_E_POINTER, bd_unpack_rows(pool, nullptr, rows, 1, y));
   refuses("no room for rows", BD_E_POINTER, bd_unpack_rows(pool, &w, rows, 1, nullptr));
   refuses("no logits", BD_E_POINTER, bd_softmax(pool, nullptr, 1, 8, 1, y));
+  int64_t place;
+  refuses("no logits", BD_E_POINTER, bd_top(pool, nullptr, 1, 8, 8, &place, y));
+  refuses("nowhere to put a place", BD_E_POINTER, bd_top(pool, x, 1, 8, 8, nullptr, y));
+  refuses("rows of nothing", BD_E_SHAPE, bd_top(pool, x, 1, 0, 0, &place, y));
+  refused_inputs(pool);
 }
 
 void packing(bd_pool *pool) {

@@ -72,6 +72,10 @@ class SamplingParams:
             if not ok or (isinstance(getattr(self, name), float) and math.isnan(getattr(self, name))):
                 raise UsageError(f"{name} is {getattr(self, name)!r}. Expected {expected}.")
 
+    def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """The ids that end an output: the model's end-of-sequence ids unless they are ignored, and the stop ids."""
+        return eos_ids.union(self.stop_ids) if not self.ignore_eos else frozenset(self.stop_ids)
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -95,15 +99,13 @@ class Proposal:
     """What a drafter suggests for every sequence of a batch.
 
     Attributes:
-        tokens: [B, K] int64; row b holds `lengths[b]` tokens and -1 after them.
-        lengths: [B] int64, 0 where nothing was drafted.
+        tokens: the drafted tokens of each sequence, B blocks of any lengths; empty where nothing was drafted.
         probs: [B, K, V] float, the distribution that each token was really drawn from, after every filter and
-            renormalised; None when every token is a point mass (n-gram and scripted drafts, and
-            models at temperature 0).
+            renormalised, anything past a block's end; None when every token is a point mass (n-gram and scripted
+            drafts, and models at temperature 0).
     """
 
-    tokens: Tensor
-    lengths: Tensor
+    tokens: tuple[tuple[int, ...], ...]
     probs: Tensor | None = None
 
 
@@ -112,14 +114,15 @@ class Verification:
     """What the target made of a proposal.
 
     Attributes:
-        accepted: [B] int64, how many drafted tokens of each row stand.
-        next_token: [B] int64, the one token that the target adds: corrected where `accepted < lengths`, else free.
-        overlap: [B, K] float64, `sum_v min(p, q)` at every reached position (see `StepRecord`), NaN elsewhere.
+        accepted: how many drafted tokens of each sequence stand, B numbers.
+        next_token: the one token that the target adds to each, B ids: corrected where not all of the block was
+            accepted, else free.
+        overlap: for each sequence, `sum_v min(p, q)` at every reached position, see `StepRecord`.
     """
 
-    accepted: Tensor
-    next_token: Tensor
-    overlap: Tensor
+    accepted: tuple[int, ...]
+    next_token: tuple[int, ...]
+    overlap: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)

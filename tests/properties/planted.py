@@ -39,28 +39,28 @@ def raw_q(drafter: ModelDrafter, rows: Sequence[DraftRow], proposal: Proposal) -
     """Reports the unfiltered distribution at temperature 1, whatever the token was drawn from."""
     assert proposal.probs is not None
     probs = proposal.probs.clone()
-    for k in range(int(proposal.lengths[0])):
-        text = (*rows[0].tokens, *proposal.tokens[0, :k].tolist())
+    for k in range(len(proposal.tokens[0])):
+        text = (*rows[0].tokens, *proposal.tokens[0][:k])
         probs[0, k] = torch.softmax(DRAFT(text), 0)
     return replace(proposal, probs=probs)
 
 
 def cut(proposal: Proposal, length: int) -> Proposal:
-    return replace(proposal, lengths=torch.tensor([min(length, int(proposal.lengths[0]))]))
+    return replace(proposal, tokens=(proposal.tokens[0][:length],))
 
 
 def drop_unsure(drafter: ModelDrafter, rows: Sequence[DraftRow], proposal: Proposal) -> Proposal:
     """Stops before the token that was drawn with little confidence, which is thrown away."""
     assert proposal.probs is not None
-    last = int(proposal.lengths[0]) - 1
-    if last >= 0 and proposal.probs[0, last, proposal.tokens[0, last]] < 0.4:
+    last = len(proposal.tokens[0]) - 1
+    if last >= 0 and proposal.probs[0, last, proposal.tokens[0][last]] < 0.4:
         return cut(proposal, last)
     return proposal
 
 
 def drop_second(drafter: ModelDrafter, rows: Sequence[DraftRow], proposal: Proposal) -> Proposal:
     """Drops token 1 wherever it was drawn: DSpark's counter-example in its smallest form."""
-    drawn = proposal.tokens[0, : int(proposal.lengths[0])].tolist()
+    drawn = proposal.tokens[0]
     return cut(proposal, drawn.index(1)) if 1 in drawn else proposal
 
 
@@ -68,8 +68,8 @@ def cut_by_product(drafter: ModelDrafter, rows: Sequence[DraftRow], proposal: Pr
     """Keeps the longest prefix whose tokens' probabilities multiply to a fifth, decided after all were drawn."""
     assert proposal.probs is not None
     product, keep = 1.0, 0
-    for k in range(int(proposal.lengths[0])):
-        product *= float(proposal.probs[0, k, proposal.tokens[0, k]])
+    for k in range(len(proposal.tokens[0])):
+        product *= float(proposal.probs[0, k, proposal.tokens[0][k]])
         keep = k + 1 if product >= 0.2 else keep
     return cut(proposal, keep)
 
@@ -246,8 +246,8 @@ def overlap_everywhere(patch: pytest.MonkeyPatch) -> None:
         verdict = honest(proposal, target_probs, rows, rule)
         p, q = target_probs[0], proposal.probs
         assert q is not None
-        everywhere = [verify.overlap(p[i], q[0, i]) for i in range(int(proposal.lengths[0]))]
-        return replace(verdict, overlap=torch.tensor([everywhere], dtype=torch.float64))
+        everywhere = [verify.overlap(p[i], q[0, i]) for i in range(len(proposal.tokens[0]))]
+        return replace(verdict, overlap=(tuple(everywhere),))
 
     patch.setattr(verify, "verify", generous)
 

@@ -152,8 +152,11 @@ def test_no_random_number_is_read_twice() -> None:
 def end_inside_a_block_ignored(patch: pytest.MonkeyPatch) -> None:
     real = sequence_module.Sequence.append
 
-    def append(self, token, origin, ending_ids, context_length):
-        real(self, token, origin, frozenset() if origin == "draft" else ending_ids, context_length)
+    def append(self, token, origin, context_length):
+        ending_ids = self.ending_ids
+        self.ending_ids = frozenset() if origin == "draft" else ending_ids
+        real(self, token, origin, context_length)
+        self.ending_ids = ending_ids
 
     patch.setattr(sequence_module.Sequence, "append", append)
 
@@ -185,8 +188,8 @@ def first_draft_taken_on_trust(patch: pytest.MonkeyPatch) -> None:
 
     def verify(proposal, probs, rows, rule):
         verdict = real(proposal, probs, rows, rule)
-        verdict.accepted.copy_(verdict.accepted.maximum(proposal.lengths.clamp(max=1)))
-        return verdict
+        pairs = zip(verdict.accepted, proposal.tokens, strict=True)
+        return replace(verdict, accepted=tuple(max(n, min(len(drafted), 1)) for n, drafted in pairs))
 
     patch.setattr(engine_module, "verify", verify)
 
@@ -194,8 +197,8 @@ def first_draft_taken_on_trust(patch: pytest.MonkeyPatch) -> None:
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
     real = sequence_module.Sequence.append
 
-    def append(self, token, origin, ending_ids, context_length):
-        real(self, token, origin, ending_ids, context_length)
+    def append(self, token, origin, context_length):
+        real(self, token, origin, context_length)
         if self.finish == "length" and origin == "draft":
             self.finish = None
 
@@ -206,9 +209,9 @@ def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
 def penalties_fed_once_a_block(patch: pytest.MonkeyPatch) -> None:
     real = sequence_module.Sequence.append
 
-    def append(self, token, origin, ending_ids, context_length):
+    def append(self, token, origin, context_length):
         before = self.history
-        real(self, token, origin, ending_ids, context_length)
+        real(self, token, origin, context_length)
         if origin == "draft":
             self.history = before
 
@@ -216,12 +219,12 @@ def penalties_fed_once_a_block(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_rows_of_logits(patch: pytest.MonkeyPatch) -> None:
-    real = engine_module.target_distributions
+    real = engine_module.verifiable
 
     def shifted(logits, *rest):
         return real(logits.roll(1, 0), *rest)
 
-    patch.setattr(engine_module, "target_distributions", shifted)
+    patch.setattr(engine_module, "verifiable", shifted)
 
 
 def neighbours_swapped(patch: pytest.MonkeyPatch) -> None:

@@ -149,13 +149,13 @@ def play_block(game: Game, drafter: Drafter, output: Text, randomness: Randomnes
     """Draft, verify, and cut at the end: the output after one step of speculative decoding."""
     row = game.row(output, randomness)
     proposal = drafter.propose([row])
-    length = int(proposal.lengths[0])
-    draft = proposal.tokens[0, :length].tolist()
+    draft = proposal.tokens[0]
+    length = len(draft)
     text = game.prompt + output
     logits = torch.stack([game.target((*text, *draft[:i])) for i in range(length + 1)])
     p = sampling.target_distributions(logits, draft, game.params, row.history, game.ending_ids)
     verdict = verify.verify(proposal, [p], [row], game.rule)
-    for token in (*draft[: int(verdict.accepted[0])], int(verdict.next_token[0])):
+    for token in (*draft[: verdict.accepted[0]], verdict.next_token[0]):
         output = (*output, token)
         if game.ended(output):
             break

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitdraft.decoding.sampling import History, distribution, target_distributions
+from bitdraft.decoding.sampling import History, distribution, greedy_tokens, target_distributions
 from bitdraft.errors import NumericsError, ShapeError, UsageError
 from bitdraft.types import SamplingParams
 
@@ -225,6 +226,20 @@ def test_every_position_of_a_block_has_its_own_history() -> None:
         assert torch.equal(block[i], distribution(logits[i], params, history_of([1], [4, *draft[:i]]), {5}))
     assert (block[:2, 5] == 0).all()
     assert (block[2:, 5] > 0).all()
+
+
+@pytest.mark.parametrize("change", [{}, {"presence_penalty": 2.0}, {"logit_bias": {4: 3.0}}, {"min_tokens": 3}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_tokens_are_where_the_point_masses_are(change: dict[str, Any], dtype: torch.dtype) -> None:
+    """With ties: logits rounded to halves. What is no number is named by its place in the output."""
+    params = SamplingParams(temperature=0, **change)
+    draft, history = [3, 4, 5], history_of([1], [4])
+    logits = (torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 2).round().to(dtype) / 2
+    expected = target_distributions(logits, draft, params, history, {5}).argmax(-1).tolist()
+    assert list(greedy_tokens(logits, draft, params, history, {5})) == expected
+    logits[2, 1] = torch.nan
+    with pytest.raises(NumericsError, match=r"output token 3 .* NaN"):
+        greedy_tokens(logits, draft, params, history, {5})
 
 
 def test_the_logits_are_left_as_they_are() -> None:

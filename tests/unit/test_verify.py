@@ -1,12 +1,12 @@
 """The rules of verification, by hand and at the edges. That they are lossless is proved in tests/properties."""
 
-import math
+from itertools import product
 
 import pytest
 import torch
 
 from bitdraft.decoding.protocols import DraftRow, Purpose
-from bitdraft.decoding.sampling import History
+from bitdraft.decoding.sampling import History, PointMasses
 from bitdraft.decoding.streams import Streams
 from bitdraft.decoding.verify import (
     acceptance_chances,
@@ -183,50 +183,64 @@ def test_greedy_accepts_the_common_prefix(rule: str) -> None:
     eye = torch.eye(4)
     said, drafted = [1, 2, 3, 0, 2], [1, 2, 0, 0]
     verdict = verify(
-        Proposal(torch.tensor([drafted]), torch.tensor([4]), eye[drafted][None]),
+        Proposal((tuple(drafted),), eye[drafted][None]),
         [eye[said]],
         [row_of(Streams(0, 0))],
         rule,  # type: ignore[arg-type]
     )
-    assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (2, 3)
-    assert verdict.overlap[0].tolist()[:3] == [1, 1, 0]
-    assert math.isnan(verdict.overlap[0, 3])
+    assert (verdict.accepted[0], verdict.next_token[0]) == (2, 3)
+    assert verdict.overlap == ((1, 1, 0),)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_certain_target_is_verified_as_its_one_hot_distributions_are(rule: str, soft: bool) -> None:
+    """Every draft of three tokens against every target of four, for point masses and for drafts that were drawn."""
+    eye = torch.eye(3, dtype=torch.float64)
+    q = of([0.5, 0.3, 0.2], [0.0, 0.6, 0.4], [0.1, 0.0, 0.9])
+    for drafted, said in product(product(range(3), repeat=3), product(range(3), repeat=4)):
+        proposal = Proposal((drafted,), q[None] if soft else None)
+        certain, shown = (
+            verify(proposal, [p], [row_of(Streams(0, 0))], rule)  # type: ignore[arg-type]
+            for p in (PointMasses(said, 3), eye[list(said)])
+        )
+        assert (certain.accepted, certain.next_token) == (shown.accepted, shown.next_token)
+        assert certain.overlap[0] == pytest.approx(shown.overlap[0])
 
 
 def test_rows_of_a_batch_are_verified_each_by_itself() -> None:
     """Different lengths, nothing drafted at all, and starts of their own in the names of decisions."""
     randomness = [Recorder(True, False), Recorder(), Recorder(False)]
     rows = [row_of(r, start, request) for request, (r, start) in enumerate(zip(randomness, (0, 5, 9), strict=True))]
-    tokens = torch.tensor([[2, 1], [-1, -1], [0, -1]])
     probs = torch.stack([Q, torch.zeros(2, 3, dtype=torch.float64), Q])
-    verdict = verify(Proposal(tokens, torch.tensor([2, 0, 1]), probs), [P, P[:1], P[:2]], rows, "token")
-    assert verdict.accepted.tolist() == [1, 0, 0]
-    assert verdict.next_token.tolist() == [1, 0, 0]
+    verdict = verify(Proposal(((2, 1), (), (0,)), probs), [P, P[:1], P[:2]], rows, "token")
+    assert verdict.accepted == (1, 0, 0)
+    assert verdict.next_token == (1, 0, 0)
     assert randomness[0].asked == [("coin", 0, 0), ("coin", 0, 1), ("NEXT", 0, 1)]
     assert randomness[1].asked == [("NEXT", 5, 5)]
     assert randomness[2].asked == [("coin", 9, 9), ("NEXT", 9, 9)]
-    assert verdict.overlap[0].tolist() == pytest.approx([0.7, 0.6])
-    assert verdict.overlap.isnan().tolist() == [[False, False], [True, True], [False, True]]
+    assert verdict.overlap[0] == pytest.approx((0.7, 0.6))
+    assert [len(reached) for reached in verdict.overlap] == [2, 0, 1]
 
 
 def test_the_block_rule_asks_from_the_end_and_reaches_one_further() -> None:
     randomness = Recorder(True, False)
-    verdict = verify(Proposal(torch.tensor([[1, 0]]), torch.tensor([2]), Q[None]), [P], [row_of(randomness)], "block")
+    verdict = verify(Proposal(((1, 0),), Q[None]), [P], [row_of(randomness)], "block")
     assert randomness.asked == [("coin", 0, 1), ("coin", 0, 0), ("NEXT", 0, 1)]
     assert randomness.chances == pytest.approx([0.2, 1])
-    assert int(verdict.accepted[0]) == 1
-    assert verdict.overlap[0].tolist() == pytest.approx([0.7, 0.6])
+    assert verdict.accepted == (1,)
+    assert verdict.overlap[0] == pytest.approx((0.7, 0.6))
 
 
 def test_point_masses_overlap_by_their_own_probability() -> None:
-    verdict = verify(Proposal(torch.tensor([[2, 1]]), torch.tensor([2])), [P], [row_of(Recorder(True, True))], "block")
-    assert verdict.overlap[0].tolist() == [0.2, 0.6]
-    assert (int(verdict.accepted[0]), int(verdict.next_token[0])) == (2, 2)
+    verdict = verify(Proposal(((2, 1),)), [P], [row_of(Recorder(True, True))], "block")
+    assert verdict.overlap == ((0.2, 0.6),)
+    assert (verdict.accepted[0], verdict.next_token[0]) == (2, 2)
 
 
 def test_no_rows() -> None:
-    verdict = verify(Proposal(torch.empty(0, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)), [], [], "block")
-    assert verdict.accepted.shape == verdict.next_token.shape == (0,)
+    verdict = verify(Proposal(()), [], [], "block")
+    assert verdict.accepted == verdict.next_token == verdict.overlap == ()
 
 
 @pytest.mark.parametrize(
@@ -241,6 +255,6 @@ def test_no_rows() -> None:
 def test_what_does_not_fit_is_refused(
     tokens: list[int], target: torch.Tensor, draft: torch.Tensor | None, says: str
 ) -> None:
-    proposal = Proposal(torch.tensor([tokens]), torch.tensor([2]), None if draft is None else draft[None])
+    proposal = Proposal((tuple(tokens),), None if draft is None else draft[None])
     with pytest.raises(ShapeError, match=says):
         verify(proposal, [target], [row_of(Recorder(True, True))], "token")

@@ -9,13 +9,14 @@ Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen, N likeli
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..errors import NumericsError, ShapeError, UsageError
 from ..types import SamplingParams
 
@@ -79,6 +80,19 @@ class History:
         return {token: self.table.counts.get(token, 0) + n for token, n in Counter(recent).items()}
 
 
+@dataclass(frozen=True)
+class PointMasses:
+    """Distributions at temperature 0, each certain of one token: what [K+1, V] zeros and ones would say.
+
+    Attributes:
+        tokens: the token of each position, K+1 ids.
+        vocab_size: V.
+    """
+
+    tokens: tuple[int, ...]
+    vocab_size: int
+
+
 def distribution(
     logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()
 ) -> Tensor:
@@ -113,13 +127,28 @@ def distribution(
     return _filtered(scaled_V, params)
 
 
-def greedy_token(logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int] = ()) -> int:
-    """The token that `distribution` puts all its mass on at temperature 0, without writing the distribution down.
+def greedy_tokens(
+    logits: Tensor,
+    draft_tokens: Sequence[int],
+    params: SamplingParams,
+    history: History,
+    ending_ids: Collection[int] = (),
+) -> tuple[int, ...]:
+    """The tokens that `target_distributions` puts all mass on at temperature 0, without writing distributions down.
 
-    Args and errors are those of `distribution`.
+    Args and errors are those of `target_distributions`.
     """
     assert params.temperature == 0
-    return int(torch.argmax(_adjusted(logits_V, params, history, ending_ids)[0]))
+    _check_rows(logits, draft_tokens)
+    if _changes_logits(params, history):
+        return tuple(
+            int(torch.argmax(_adjusted(logits_V, params, before, ending_ids)[0]))
+            for logits_V, before in zip(logits, _histories(history, draft_tokens), strict=True)
+        )
+    places, peaks = ops.top(logits)
+    for i, peak in enumerate(peaks):
+        _check_peak(peak, history.output_length + i)
+    return places
 
 
 def target_distributions(
@@ -144,14 +173,46 @@ def target_distributions(
     Raises:
         NumericsError, UsageError: see `distribution`.
     """
-    if logits.dim() != 2 or len(logits) != len(draft_tokens) + 1:
-        raise ShapeError(f"logits are {list(logits.shape)} for {len(draft_tokens)} drafted tokens. Expected [K+1, V].")
+    _check_rows(logits, draft_tokens)
     probs = torch.empty_like(logits)
-    for i, logits_V in enumerate(logits):
-        probs[i] = distribution(logits_V, params, history, ending_ids)
-        if i < len(draft_tokens):
-            history = history.extended(draft_tokens[i])
+    for i, before in enumerate(_histories(history, draft_tokens)):
+        probs[i] = distribution(logits[i], params, before, ending_ids)
     return probs
+
+
+def verifiable(
+    logits: Tensor,
+    draft_tokens: Sequence[int],
+    params: SamplingParams,
+    history: History,
+    ending_ids: Collection[int] = (),
+) -> Tensor | PointMasses:
+    """The target's distributions as `verify` takes them: at temperature 0 only the tokens that they are certain of.
+
+    Args and errors are those of `target_distributions`.
+    """
+    if params.temperature == 0:
+        return PointMasses(greedy_tokens(logits, draft_tokens, params, history, ending_ids), logits.shape[1])
+    return target_distributions(logits, draft_tokens, params, history, ending_ids)
+
+
+def _check_rows(logits: Tensor, draft_tokens: Sequence[int]) -> None:
+    if logits.ndim != 2 or logits.shape[0] != len(draft_tokens) + 1:
+        raise ShapeError(f"logits are {list(logits.shape)} for {len(draft_tokens)} drafted tokens. Expected [K+1, V].")
+
+
+def _histories(history: History, tokens: Sequence[int]) -> Iterator[History]:
+    """The text before each position of a block, and before the one after it."""
+    yield history
+    for token in tokens:
+        history = history.extended(token)
+        yield history
+
+
+def _changes_logits(params: SamplingParams, history: History) -> bool:
+    """Whether penalties, bias or bans make other logits of those of a block."""
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalties or bool(params.logit_bias) or history.output_length < params.min_tokens
 
 
 def _adjusted(
@@ -162,21 +223,20 @@ def _adjusted(
         raise ShapeError(
             f"logits are {logits_V.dtype} {list(logits_V.shape)}. Expected [V], float32 or float64: convert them first."
         )
-    peak = _peak(logits_V, history)
+    peak = _check_peak(float(logits_V.max()), history.output_length)
     adjusted_V = _banned(_biased(_penalised(logits_V, params, history), params), params, history, ending_ids)
-    return adjusted_V, peak if adjusted_V is logits_V else _peak(adjusted_V, history)
+    return adjusted_V, peak if adjusted_V is logits_V else _check_peak(float(adjusted_V.max()), history.output_length)
 
 
 def _as_tensors(counts: Mapping[int, int]) -> tuple[Tensor, Tensor]:
     return torch.tensor(list(counts), dtype=torch.int64), torch.tensor(list(counts.values()), dtype=torch.int64)
 
 
-def _peak(logits_V: Tensor, history: History) -> float:
+def _check_peak(peak: float, position: int) -> float:
     """The largest logit, which has to be a number (the maximum of a tensor with NaN is NaN)."""
-    peak = float(logits_V.max())
     if math.isfinite(peak):
         return peak
-    where = f"the logits for output token {history.output_length} (counted from 0)"
+    where = f"the logits for output token {position} (counted from 0)"
     if peak == -math.inf:
         raise NumericsError(
             f"{where} are minus infinity for every token, so none can be drawn. Expected one finite logit. "

@@ -19,17 +19,21 @@ from torch import Tensor
 from ..errors import ShapeError, UsageError
 from ..types import Proposal, Verification
 from .protocols import DraftRow, Purpose
+from .sampling import PointMasses
 
 Rule = Literal["token", "block"]
 """How a block is verified."""
 
 
-def verify(proposal: Proposal, target_probs: Sequence[Tensor], rows: Sequence[DraftRow], rule: Rule) -> Verification:
+def verify(
+    proposal: Proposal, target_probs: Sequence[Tensor | PointMasses], rows: Sequence[DraftRow], rule: Rule
+) -> Verification:
     """Accept a prefix of each row's draft and draw the token that the target adds.
 
     Args:
         proposal: what the drafter suggests; its `probs` have the target's vocabulary and are what was drawn from.
-        target_probs: row b is [lengths[b] + 1, V], float32 or float64, made by the same filters as `proposal.probs`.
+        target_probs: for each block [K+1, V], float32 or float64, made by the same filters as `proposal.probs`; or
+            the tokens that they are certain of.
         rows: the sequences; their `randomness` decides.
         rule: "block" is used where it differs from "token", see `rule_for`.
 
@@ -42,22 +46,44 @@ def verify(proposal: Proposal, target_probs: Sequence[Tensor], rows: Sequence[Dr
         ShapeError: tensors that do not fit together, or a drafted token outside the vocabulary.
         UsageError: an unknown rule.
     """
-    lengths = [int(n) for n in proposal.lengths]
-    accepted = torch.zeros(len(rows), dtype=torch.int64)
-    next_token = torch.zeros(len(rows), dtype=torch.int64)
-    overlaps = torch.full(proposal.tokens.shape, torch.nan, dtype=torch.float64)
-    for b, (row, length, p) in enumerate(zip(rows, lengths, target_probs, strict=True)):
-        tokens = proposal.tokens[b, :length].tolist()
-        q = None if proposal.probs is None else proposal.probs[b, :length]
+    blocks = []
+    for b, (row, tokens, p) in enumerate(zip(rows, proposal.tokens, target_probs, strict=True)):
+        q = None if proposal.probs is None else proposal.probs[b, : len(tokens)]
         _check(tokens, p, q)
-        row_rule = rule_for(rule, length, point_mass=q is None)
-        count = _accept(row_rule, tokens, p, q, row)
-        probs_V = next_distribution(row_rule, count, tokens, p, q)
-        accepted[b] = count
-        next_token[b] = row.randomness.draw(probs_V, row.start, row.start + count, Purpose.NEXT)
-        for i in range(min(count + 1, length)):
-            overlaps[b, i] = float(p[i, tokens[i]]) if q is None else overlap(p[i], q[i])
+        row_rule = rule_for(rule, len(tokens), point_mass=q is None)
+        if isinstance(p, PointMasses):
+            blocks.append(_verify_certain(tokens, p.tokens, q))
+        else:
+            blocks.append(_verify_drawn(tokens, p, q, row, row_rule))
+    accepted, next_token, overlaps = zip(*blocks, strict=True) if blocks else ((), (), ())
     return Verification(accepted, next_token, overlaps)
+
+
+_Block = tuple[int, int, tuple[float, ...]]
+"""What became of one block: how many tokens stand, the token after them, and the overlap where reached."""
+
+
+def _verify_drawn(tokens: Sequence[int], p: Tensor, q: Tensor | None, row: DraftRow, rule: Rule) -> _Block:
+    count = _accept(rule, tokens, p, q, row)
+    probs_V = next_distribution(rule, count, tokens, p, q)
+    token = row.randomness.draw(probs_V, row.start, row.start + count, Purpose.NEXT)
+    reached = range(min(count + 1, len(tokens)))
+    return count, token, tuple(float(p[i, tokens[i]]) if q is None else overlap(p[i], q[i]) for i in reached)
+
+
+def _verify_certain(tokens: Sequence[int], said: Sequence[int], q: Tensor | None) -> _Block:
+    """A target that is certain of one token at each position decides without chance.
+
+    p(x) / q(x) is at least 1 where the drafted token is the target's and 0 elsewhere; the block rule's weights, and its
+    chances with them, are 1 up to the first other token and 0 after it; and what is left of p in a residual is the
+    target's token. So both rules accept what the two have in common from the start, and add the target's next token.
+    """
+    chances = [1.0] * len(tokens) if q is None else [float(q[i, token]) for i, token in enumerate(tokens)]
+    count = next((i for i, token in enumerate(tokens) if token != said[i] or chances[i] == 0), len(tokens))
+    reached = range(min(count + 1, len(tokens)))
+    if q is None:
+        return count, said[count], tuple(float(tokens[i] == said[i]) for i in reached)
+    return count, said[count], tuple(min(1.0, float(q[i, said[i]])) for i in reached)
 
 
 def rule_for(rule: Rule, length: int, point_mass: bool) -> Rule:
@@ -181,15 +207,14 @@ def _accept(rule: Rule, tokens: Sequence[int], p: Tensor, q: Tensor | None, row:
     )
 
 
-def _check(tokens: Sequence[int], p: Tensor, q: Tensor | None) -> None:
-    if p.dim() != 2 or len(p) != len(tokens) + 1:
+def _check(tokens: Sequence[int], p: Tensor | PointMasses, q: Tensor | None) -> None:
+    shape = (len(p.tokens), p.vocab_size) if isinstance(p, PointMasses) else tuple(p.shape)
+    if len(shape) != 2 or shape[0] != len(tokens) + 1:
+        raise ShapeError(f"target probabilities are {list(shape)} for {len(tokens)} drafted tokens. Expected [K+1, V].")
+    if q is not None and (q.shape[-1] != shape[1] or (isinstance(p, Tensor) and q.device != p.device)):
         raise ShapeError(
-            f"target probabilities are {list(p.shape)} for {len(tokens)} drafted tokens. Expected [K+1, V]."
-        )
-    if q is not None and (q.shape[-1] != p.shape[-1] or q.device != p.device):
-        raise ShapeError(
-            f"draft probabilities have {q.shape[-1]} entries on {q.device}, the target's {p.shape[-1]} on {p.device}. "
+            f"draft probabilities have {q.shape[-1]} entries on {q.device}, the target's {shape[1]}. "
             "Expected one vocabulary on one device: pad the draft's with zeros."
         )
-    if any(not 0 <= token < p.shape[-1] for token in tokens):
-        raise ShapeError(f"drafted tokens {list(tokens)} are not all ids from 0 to {p.shape[-1] - 1}.")
+    if any(not 0 <= token < shape[1] for token in tokens):
+        raise ShapeError(f"drafted tokens {list(tokens)} are not all ids from 0 to {shape[1] - 1}.")

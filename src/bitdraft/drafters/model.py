@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
-from ..decoding.sampling import History, distribution, greedy_token
+from ..decoding.sampling import History, distribution, greedy_tokens
 from ..types import Feed, Proposal
 from .point_mass import point_masses
 
@@ -79,31 +79,27 @@ class ModelDrafter:
 
     def _draw(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
         row, start = block.row, block.row.start
+        ending_ids = row.sampling.ending_ids(self._eos_ids)
         chosen = top = 1.0
         if point_mass:
-            token = greedy_token(logits_V, row.sampling, block.history, self._ending_ids(row))
+            token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
         else:
-            probs = distribution(logits_V, row.sampling, block.history, self._ending_ids(row))
+            probs = distribution(logits_V, row.sampling, block.history, ending_ids)
             token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
             block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)
         stop = self._policy.stop_after(len(block.tokens), chosen, top)
-        block.open = not (stop or len(block.tokens) == block.budget or token in self._ending_ids(row))
-
-    def _ending_ids(self, row: DraftRow) -> frozenset[int]:
-        return frozenset(row.sampling.stop_ids) | (frozenset() if row.sampling.ignore_eos else self._eos_ids)
+        block.open = not (stop or len(block.tokens) == block.budget or token in ending_ids)
 
 
 def _pack(blocks: Sequence[_Block], vocab_size: int) -> Proposal:
-    """Pad blocks of different lengths into one proposal."""
+    """Blocks of different lengths in one proposal, their distributions padded to the longest."""
     longest = max((len(block.tokens) for block in blocks), default=0)
-    tokens = torch.full((len(blocks), longest), -1, dtype=torch.int64)
     dtype = next((block.probs[0].dtype for block in blocks if block.probs), torch.float32)
     probs = torch.zeros(len(blocks), longest, vocab_size, dtype=dtype)
     for b, block in enumerate(blocks):
-        for k, (token, probs_V) in enumerate(zip(block.tokens, block.probs, strict=True)):
-            tokens[b, k] = token
+        for k, probs_V in enumerate(block.probs):
             probs[b, k] = probs_V
-    return Proposal(tokens, torch.tensor([len(block.tokens) for block in blocks], dtype=torch.int64), probs)
+    return Proposal(tuple(tuple(block.tokens) for block in blocks), probs)

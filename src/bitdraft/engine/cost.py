@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from ..decoding.protocols import Drafter, DraftRow, LanguageModel
-from ..decoding.sampling import History, target_distributions
+from ..decoding.sampling import History, verifiable
 from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify
 from ..types import Feed, Proposal, SamplingParams
@@ -18,7 +18,7 @@ from ..types import Feed, Proposal, SamplingParams
 TIMED = -1
 """Number of the request that timings run under."""
 
-_NOTHING = Proposal(torch.empty(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+_NOTHING = Proposal(((),))
 
 
 def time_target(
@@ -94,13 +94,13 @@ def time_draft(
             _settle(_NOTHING, logits, row, rule)
             ended = clock()
             drafter.commit(TIMED, len(context) - 1)
-            if repeat and int(proposal.lengths[0]):
-                yield (drafted - started) / int(proposal.lengths[0]), (settled - drafted) - (ended - settled)
+            if repeat and proposal.tokens[0]:
+                yield (drafted - started) / len(proposal.tokens[0]), (settled - drafted) - (ended - settled)
     finally:
         drafter.release(TIMED)
 
 
 def _settle(proposal: Proposal, logits: torch.Tensor, row: DraftRow, rule: Rule) -> None:
-    drafted = proposal.tokens[0, : int(proposal.lengths[0])].tolist()
+    drafted = proposal.tokens[0]
     rows = logits[: len(drafted) + 1]
-    verify(proposal, [target_distributions(rows, drafted, row.sampling, row.history, frozenset())], [row], rule)
+    verify(proposal, [verifiable(rows, drafted, row.sampling, row.history, frozenset())], [row], rule)

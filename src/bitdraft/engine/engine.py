@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
+from torch import Tensor
 
 from ..decoding.protocols import Drafter, LanguageModel, Randomness
-from ..decoding.sampling import History, target_distributions
+from ..decoding.sampling import History, PointMasses, verifiable
 from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify
 from ..errors import UsageError
@@ -117,6 +117,7 @@ class Engine:
             randomness=self._randomness(request.sampling.seed, request.number),
             history=History.after_prompt(request.prompt),
             tokens=list(request.prompt),
+            ending_ids=request.sampling.ending_ids(self._eos_ids),
         )
         if request.sampling.max_tokens > 0:
             self.scheduler.waiting.append(sequence)
@@ -144,12 +145,12 @@ class Engine:
             sequence.cached += count
         emissions = []
         for b, sequence in enumerate(batch.deciding):
-            accepted, length = int(verdict.accepted[b]), int(proposal.lengths[b])
-            block: list[tuple[int, Origin]] = [(t, "draft") for t in proposal.tokens[b, :accepted].tolist()]
-            block.append((int(verdict.next_token[b]), "corrected" if accepted < length else "free"))
+            accepted, drafted = verdict.accepted[b], proposal.tokens[b]
+            block: list[tuple[int, Origin]] = [(token, "draft") for token in drafted[:accepted]]
+            block.append((verdict.next_token[b], "corrected" if accepted < len(drafted) else "free"))
             known, text = len(sequence.tokens), sequence.visible
             for token, origin in block:
-                sequence.append(token, origin, self._ending_ids(sequence), self.target.context_length)
+                sequence.append(token, origin, self.target.context_length)
                 if sequence.finish:
                     break
             sequence.cached = min(known + accepted, len(sequence.tokens))
@@ -180,27 +181,16 @@ class Engine:
     def _propose(self, batch: Batch) -> Proposal:
         if self.drafter and batch.rows:
             return self.drafter.propose(batch.rows)
-        return Proposal(
-            torch.empty(len(batch.rows), 0, dtype=torch.int64), torch.zeros(len(batch.rows), dtype=torch.int64)
-        )
+        return Proposal(((),) * len(batch.rows))
 
-    def _distributions(self, batch: Batch, proposal: Proposal, logits: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _distributions(self, batch: Batch, proposal: Proposal, logits: Tensor) -> Sequence[Tensor | PointMasses]:
         per_row, at = [], 0
-        for sequence, drafted, length in zip(
-            batch.deciding, proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True
-        ):
-            rows = logits[at : at + length + 1]
-            per_row.append(
-                target_distributions(
-                    rows, drafted[:length], sequence.request.sampling, sequence.history, self._ending_ids(sequence)
-                )
-            )
-            at += length + 1
+        for sequence, drafted in zip(batch.deciding, proposal.tokens, strict=True):
+            rows = logits if len(batch.deciding) == 1 else logits[at : at + len(drafted) + 1]
+            sampling, history = sequence.request.sampling, sequence.history
+            per_row.append(verifiable(rows, drafted, sampling, history, sequence.ending_ids))
+            at += len(drafted) + 1
         return per_row
-
-    def _ending_ids(self, sequence: Running) -> frozenset[int]:
-        sampling = sequence.request.sampling
-        return frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eos_ids)
 
     def _settle(self, sequence: Running) -> None:
         """Bring the caches of target and drafter to what is true, or free them if the request has ended."""
@@ -235,18 +225,17 @@ class Engine:
         if self._on_record is None:
             return
         started, drafted, verified, ended = times
-        rows = sum(count for _, count in batch.filling) + sum(1 + int(n) for n in proposal.lengths)
+        rows = sum(count for _, count in batch.filling) + sum(1 + len(drafted) for drafted in proposal.tokens)
         for b, emission in enumerate(emissions):
             sequence = batch.deciding[b]
-            overlap = verdict.overlap[b]
             self._on_record(
                 StepRecord(
                     request=emission.request,
                     start=len(sequence.origins) - len(emission.tokens),
-                    proposed=int(proposal.lengths[b]),
-                    accepted=int(verdict.accepted[b]),
+                    proposed=len(proposal.tokens[b]),
+                    accepted=verdict.accepted[b],
                     emitted=len(emission.tokens),
-                    overlap=tuple(overlap[~overlap.isnan()].tolist()),
+                    overlap=verdict.overlap[b],
                     batch=len(batch.deciding),
                     rows=rows,
                     draft_seconds=drafted - started,

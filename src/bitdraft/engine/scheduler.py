@@ -33,9 +33,9 @@ class Batch:
             Feed(s.request.number, tuple(s.pending[:count]), s.cached, logits_from=count) for s, count in self.filling
         ]
         blocks = []
-        for s, drafted, length in zip(self.deciding, proposal.tokens.tolist(), proposal.lengths.tolist(), strict=True):
-            true = tuple(s.pending)
-            blocks.append(Feed(s.request.number, (*true, *drafted[:length]), s.cached, logits_from=len(true) - 1))
+        for s, drafted in zip(self.deciding, proposal.tokens, strict=True):
+            true = s.pending
+            blocks.append(Feed(s.request.number, (*true, *drafted), s.cached, logits_from=len(true) - 1))
         return chunks + blocks
 
 
@@ -69,20 +69,21 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Admit what fits, and divide the step's rows: decoding first, then chunks of prompts."""
-        held = sum(self.footprint(s) for s in self.running)
+        held = sum(self.footprint(s) for s in self.running) if self.waiting else 0
         while self.waiting and len(self.running) < self._max_batch:
             held += self.footprint(self.waiting[0])
             if self.running and held > self._kv_tokens:
                 break
             self.running.append(self.waiting.popleft())
-        deciding = [s for s in self.running if len(s.pending) == 1]
+        deciding = [s for s in self.running if len(s.tokens) - s.cached == 1]
         room = max(self._max_rows - sum(1 + self.budget(s) for s in deciding), 1)
         filling = []
         for s in self.running:
-            if len(s.pending) > 1 and room > 0:
-                count = min(len(s.pending), room)
+            pending = len(s.tokens) - s.cached
+            if pending > 1 and room > 0:
+                count = min(pending, room)
                 room -= count
-                if count == len(s.pending):
+                if count == pending:
                     deciding.append(s)
                 else:
                     filling.append((s, count))

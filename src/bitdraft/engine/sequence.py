@@ -50,6 +50,7 @@ class Sequence:
         randomness: its random decisions.
         history: token counts for penalties.
         tokens: prompt and output.
+        ending_ids: end-of-sequence and stop ids, which end the output.
         origins: where each output token came from.
         cached: tokens that the target's KV holds, all of them true.
         text: the output's text, cut before a stop string; empty without a detokeniser.
@@ -60,6 +61,7 @@ class Sequence:
     randomness: Randomness
     history: History
     tokens: list[int]
+    ending_ids: frozenset[int]
     origins: list[Origin] = field(default_factory=list)
     cached: int = 0
     text: str = ""
@@ -96,13 +98,12 @@ class Sequence:
             randomness=self.randomness,
         )
 
-    def append(self, token: int, origin: Origin, ending_ids: frozenset[int], context_length: int) -> None:
+    def append(self, token: int, origin: Origin, context_length: int) -> None:
         """Make one token true and see whether it ends the output.
 
         Args:
             token: the token.
             origin: where it came from.
-            ending_ids: end-of-sequence and stop ids of this request.
             context_length: tokens that prompt and output may hold together.
         """
         assert self.finish is None
@@ -110,7 +111,7 @@ class Sequence:
         self.tokens.append(token)
         self.origins.append(origin)
         self.history = self.history.extended(token)
-        if self._reaches_stop_string(token) or token in ending_ids:
+        if self._reaches_stop_string(token) or token in self.ending_ids:
             self.finish = "stop"
         elif len(self.origins) >= sampling.max_tokens or len(self.tokens) >= context_length:
             self.finish = "length"

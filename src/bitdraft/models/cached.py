@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .. import ops
 from ..errors import NumericsError, UsageError
 from ..formats.kv import KV_FORMATS, KVFormat
-from ..ops import Ragged
+from ..ops.batch import Listed, Ragged
 from ..types import Feed
 from .decoder import Decoder, Observer
 from .kv import BLOCK_SIZE, BlockPool, BlockTable
@@ -63,8 +64,11 @@ class CachedModel:
         self._tables: dict[int, BlockTable] = {}
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
-        """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`."""
-        return self.logits(self.hidden(feeds))
+        """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`.
+
+        Nobody has looked yet whether they are numbers: whoever makes distributions of them does.
+        """
+        return self._logits(self.hidden(feeds))
 
     def hidden(self, feeds: Sequence[Feed], observe: Observer | None = None) -> Tensor:
         """Append tokens and return the residual rows before the final norm of the wanted rows, [R, D] float32.
@@ -99,16 +103,22 @@ class CachedModel:
         Raises:
             NumericsError: if a usable logit is NaN.
         """
-        if not len(x_RD):
-            return torch.empty(0, self.vocab_size)
-        usable = self.decoder.logits(x_RD)[:, : self._usable]
-        # A sum of numbers is one; it is finite unless they are not, or are larger than logits ever get.
-        if not math.isfinite(float(usable.sum())) and bool(usable.isnan().any()):
-            row = int(usable.isnan().any(-1).nonzero()[0])
+        logits = self._logits(x_RD)
+        _, largest = ops.top(logits)
+        if any(map(math.isnan, largest)):
+            row = next(i for i, value in enumerate(largest) if math.isnan(value))
             raise NumericsError(
                 f"the model's logits are NaN in row {row} of {len(x_RD)}. Expected numbers. The weights or their "
                 "scales are broken, or a format is too narrow for this model: try it in bf16."
             )
+        return logits
+
+    def _logits(self, x_RD: Tensor) -> Tensor:
+        if not x_RD.shape[0]:
+            return torch.empty(0, self.vocab_size)
+        usable = self.decoder.logits(x_RD)
+        if usable.shape[1] != self._usable:
+            usable = usable[:, : self._usable]
         if self._usable == self.vocab_size:
             return usable
         return functional.pad(usable, (0, self.vocab_size - self._usable), value=-torch.inf)
@@ -167,11 +177,11 @@ def _part(feed: Feed, first: int, count: int | None) -> Feed:
 def _ragged(feeds: Sequence[Feed], tables: Sequence[BlockTable], slots: list[int]) -> Ragged:
     ids = [token for feed in feeds for token in feed.tokens]
     positions = [feed.start + i for feed in feeds for i in range(len(feed.tokens))]
-    return Ragged(
-        ids=torch.tensor(ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
+    return Listed(
+        ids=ids,
+        positions=positions,
+        slots=slots,
         row_counts=tuple(len(feed.tokens) for feed in feeds),
-        tables=tuple(torch.tensor(table.blocks, dtype=torch.int64) for table in tables),
+        tables=[table.blocks for table in tables],
         lengths=tuple(table.length for table in tables),
     )

@@ -110,8 +110,8 @@ class Decoder:
             residual rows before the final norm, [R, D] float32: what `logits` reads.
         """
         eps = self.config.norm_eps
-        kinds = self._kinds_for(int(batch.positions.max()) + 1)
-        x_RD = self._embedded(batch) if rows_RD is None else rows_RD
+        kinds = self._kinds_for(max(batch.lengths))
+        x_RD = self._embedded(batch) if rows_RD is None else rows_RD.clone()  # `run_layers` overwrites its rows
         if observe is None:
             whole = ops.run_layers(x_RD, self.layers, batch, kinds, kv, eps)
             if whole is not None:
@@ -140,7 +140,7 @@ class Decoder:
         return ops.logits(x_RD, self.final_norm, self.config.norm_eps, self.head, self.config.logit_cap)
 
     def _embedded(self, batch: Ragged) -> Tensor:
-        x_RD = ops.embed(batch.ids, self.embedding)
+        x_RD = ops.embed(batch.numbers[0], self.embedding)
         return x_RD if self.config.embedding_scale == 1 else x_RD * self.config.embedding_scale
 
     def _kinds_for(self, positions: int) -> tuple[AttentionKind, ...]:

@@ -43,6 +43,7 @@ __all__ = [
     "rms_norm",
     "rope_append",
     "run_layers",
+    "top",
 ]
 
 
@@ -66,29 +67,24 @@ def prepare(*parts: Packed) -> Prepared:
     return _version("prepare")(*parts)  # type: ignore[no-any-return]
 
 
-def embed(ids_R: Tensor, table: Prepared) -> Tensor:
+def embed(ids_R: Tensor | Sequence[int], table: Prepared) -> Tensor:
     """Look token ids up in the embedding table.
 
     Args:
-        ids_R: int64, [R], each from 0 to V - 1.
+        ids_R: int64, [R], or as many of Python's numbers; each from 0 to V - 1.
         table: weight of shape [V, D].
 
     Returns:
         [R, D] float32.
     """
     check(table.rotation is None, "embed", "a table with a rotation, which is for inputs that are multiplied", "none")
-    check(
-        ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", f"ids {ids_R.dtype} {list(ids_R.shape)}", "int64 [R]"
-    )
-    if len(ids_R):
-        low, high = int(ids_R.min()), int(ids_R.max())
-        check(
-            low >= 0 and high < table.shape[0],
-            "embed",
-            f"ids from {low} to {high}",
-            f"ids from 0 to {table.shape[0] - 1}",
-        )
-    return _version("embed")(ids_R, table)  # type: ignore[no-any-return]
+    if isinstance(ids_R, Tensor):
+        given = f"ids {ids_R.dtype} {list(ids_R.shape)}"
+        check(ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", given, "int64 [R]")
+    ids = ids_R.tolist() if isinstance(ids_R, Tensor) else ids_R
+    if ids and not 0 <= min(ids) <= max(ids) < table.shape[0]:
+        check(False, "embed", f"ids from {min(ids)} to {max(ids)}", f"ids from 0 to {table.shape[0] - 1}")
+    return _version("embed")(ids, table)  # type: ignore[no-any-return]
 
 
 def rms_norm(x_RD: Tensor, norm_D: Tensor, eps: float) -> Tensor:
@@ -197,6 +193,21 @@ def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: Prepared, cap: float 
     return _version("logits")(x_RD, norm_D, eps, head, cap)  # type: ignore[no-any-return]
 
 
+def top(logits_RV: Tensor) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Where the largest logit of each row is, the first of equals, and how large.
+
+    Args:
+        logits_RV: [R, V] of at least one logit; the compiled version takes float32 rows that are contiguous each.
+
+    Returns:
+        R ids, and R numbers: NaN for a row that holds one, whose id then means nothing.
+    """
+    if logits_RV.ndim != 2 or not logits_RV.shape[1]:
+        check(False, "top", f"logits {list(logits_RV.shape)}", "[R, at least 1]")
+    compiled = logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.is_cpu
+    return _version("top")(logits_RV) if compiled else reference.top(logits_RV)
+
+
 def rope_append(
     qkv_RN: Tensor,
     batch: Ragged,
@@ -288,7 +299,7 @@ def run_layers(
     """All layers of a decoder in one call, where a backend has that: the same operations, and the same bits.
 
     Args:
-        x_RD: embedded rows, [R, D] float32.
+        x_RD: embedded rows, [R, D] float32; overwritten.
         layers: their weights.
         batch: the rows' places.
         kinds: how layers attend, by `Layer.attention`; with angles for at least every position of the batch.
@@ -304,6 +315,8 @@ def run_layers(
     check(len(layers) == len(cache) > 0, "run_layers", f"{len(layers)} layers and {len(cache)} of the cache", "as many")
     check_rows("run_layers", "x", x_RD, layers[0].qkv.shape[1])
     check_arrays("run_layers", batch, len(x_RD))  # the compiled code itself looks at what they hold
-    for kind in kinds:
-        check_angles("run_layers", kind.rotary, cache[0].head_dim)
+    if cache.angles is not kinds:
+        for kind in kinds:
+            check_angles("run_layers", kind.rotary, cache[0].head_dim)
+        cache.angles = kinds
     return run(x_RD, layers, batch, kinds, cache, eps)  # type: ignore[no-any-return]

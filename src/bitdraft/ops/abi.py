@@ -6,7 +6,7 @@ Kept apart from `native.py`, which says what is done with it. `VERSION` is compa
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
-VERSION = 2
+VERSION = 3
 
 CODECS = {
     name: i
@@ -145,7 +145,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
         c_int,
         (_P, _P, c_int64, POINTER(Layer), c_int64, POINTER(KV), POINTER(Batch), POINTER(Attention), c_int64),
     ),
-    "bd_row_stats": (c_int, (_P, _P, c_int64, c_int64, c_float, _P, _P, _P)),
+    "bd_top": (c_int, (_P, _P, c_int64, c_int64, c_int64, _P, _P)),
     "bd_softmax": (c_int, (_P, _P, c_int64, c_int64, c_float, _P)),
     "bd_softcap": (c_int, (_P, _P, c_int64, c_int64, c_float)),
     "bd_measure_read": (c_double, (_P, _P, c_int64)),

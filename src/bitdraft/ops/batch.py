@@ -6,6 +6,7 @@ head that turn.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,9 +103,11 @@ class KVCache(tuple[KVLayer, ...]):
 
     Attributes:
         compiled: what a backend derives from them once, at first use.
+        angles: the kinds of attention whose rotary angles were last found to fit them.
     """
 
     compiled: Any = None
+    angles: Any = None
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,57 @@ class Ragged:
     row_counts: tuple[int, ...]
     tables: tuple[Tensor, ...]
     lengths: tuple[int, ...]
+
+    @property
+    def numbers(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Sequence[int]]]:
+        """Ids, positions, slots and tables as Python's numbers."""
+        tables = [table.tolist() for table in self.tables]
+        return self.ids.tolist(), self.positions.tolist(), self.slots.tolist(), tables
+
+
+class Listed(Ragged):
+    """The same of Python's numbers: tensors are made only where a backend asks for them.
+
+    A tensor is a few microseconds, and ten times that while the weights of a step have just gone through the caches.
+    """
+
+    def __init__(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        slots: Sequence[int],
+        row_counts: tuple[int, ...],
+        tables: Sequence[Sequence[int]],
+        lengths: tuple[int, ...],
+    ) -> None:
+        object.__setattr__(self, "_numbers", (ids, positions, slots, tables))
+        object.__setattr__(self, "row_counts", row_counts)
+        object.__setattr__(self, "lengths", lengths)
+
+    @property
+    def numbers(self) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[Sequence[int]]]:
+        """Ids, positions, slots and tables as they were given."""
+        return self._numbers  # type: ignore[attr-defined, no-any-return]
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """[R] int64."""
+        return torch.tensor(self.numbers[0], dtype=torch.int64)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[R] int64."""
+        return torch.tensor(self.numbers[1], dtype=torch.int64)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[R] int64."""
+        return torch.tensor(self.numbers[2], dtype=torch.int64)
+
+    @cached_property
+    def tables(self) -> tuple[Tensor, ...]:
+        """S tensors of int64 block numbers."""
+        return tuple(torch.tensor(table, dtype=torch.int64) for table in self.numbers[3])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .batch import CodedBlocks, KVLayer, Ragged, Rotary
+from .batch import CodedBlocks, KVLayer, Listed, Ragged, Rotary
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
@@ -31,12 +31,10 @@ def check_rows(operation: str, name: str, x: Tensor, width: int) -> None:
     Raises:
         ShapeError: they are not.
     """
-    check(
-        x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32 and x.is_contiguous(),
-        operation,
-        f"{name} {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}",
-        f"contiguous float32 rows of {width}",
-    )
+    if x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32 and x.is_contiguous():
+        return  # at every step: before any text is made
+    given = f"{name} {x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}"
+    check(False, operation, given, f"contiguous float32 rows of {width}")
 
 
 def check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None:
@@ -45,13 +43,9 @@ def check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None
     Raises:
         ShapeError: it is neither.
     """
-    if v is not None:
-        check(
-            v.shape == (size,) and v.dtype == torch.float32 and v.is_contiguous(),
-            operation,
-            f"{name} {v.dtype} {list(v.shape)}",
-            f"contiguous float32 [{size}]",
-        )
+    if v is None or (v.shape == (size,) and v.dtype == torch.float32 and v.is_contiguous()):
+        return
+    check(False, operation, f"{name} {v.dtype} {list(v.shape)}", f"contiguous float32 [{size}]")
 
 
 def check_kv(operation: str, kv: KVLayer) -> None:
@@ -165,17 +159,20 @@ def check_arrays(operation: str, batch: Ragged, rows: int) -> None:
     Raises:
         ShapeError: it is not.
     """
-    counts, tables = batch.row_counts, batch.tables
-    check(
-        sum(counts) == rows and min(counts, default=0) >= 0 and len(counts) == len(tables) == len(batch.lengths),
-        operation,
-        f"{rows} rows, counts {counts}, {len(tables)} tables, {len(batch.lengths)} lengths",
-        "counts that sum to the rows, and a table and a length for each",
-    )
+    counts, listed = batch.row_counts, isinstance(batch, Listed)
+    tables = len(batch.numbers[3] if listed else batch.tables)
+    if not (sum(counts) == rows and min(counts, default=0) >= 0 and len(counts) == tables == len(batch.lengths)):
+        given = f"{rows} rows, counts {counts}, {tables} tables, {len(batch.lengths)} lengths"
+        check(False, operation, given, "counts that sum to the rows, and a table and a length for each")
+    if listed:
+        for name, numbers in zip(("ids", "positions", "slots"), batch.numbers, strict=False):
+            if len(numbers) != rows:
+                check(False, operation, f"{len(numbers)} {name} for {rows} rows", "one for each row")
+        return
     for name, places in (("positions", batch.positions), ("slots", batch.slots)):
         _check_numbers(operation, name, places)
         check(len(places) == rows, operation, f"{len(places)} {name} for {rows} rows", "one for each row")
-    for table in tables:
+    for table in batch.tables:
         _check_numbers(operation, "a table", table)
 
 

@@ -14,10 +14,11 @@ M inner size of the MLP, V vocabulary, G groups along K.
 import ctypes
 import importlib.util
 import os
+from array import array
 from collections.abc import Callable, Sequence
-from ctypes import addressof, byref, c_int64, pointer
+from ctypes import addressof, byref, c_float, c_int64, pointer
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from ..errors import FormatError, ShapeError, UsageError
 from . import abi
 from .batch import AttentionKind, CodedBlocks, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
-from .gguf_blocks import BlockFormat
 from .machine import Slab, thread_count
 from .packed import Gate, Layer, Packed, Stack
 from .panels import PanelKind, Panels, PanelWeight, panel_source
@@ -92,7 +92,6 @@ class Native:
     def _pack_blocks(self, packed: Packed) -> Panels:
         """Codes and scales of a GGUF file's blocks go into panels as they are."""
         assert packed.blocks is not None
-        _check_symmetric(packed, packed.blocks)
         (N, K), number = packed.shape, packed.blocks.kind
         struct = abi.Weight(outputs=N, inputs=K)
         if self._library.bd_gguf_form(number, byref(struct)):
@@ -114,21 +113,23 @@ class Native:
         size = self._library.bd_weight_bytes(codec, grid, kind.group, *kind.shape)
         return Panels(kind, self._slab.take(size), channel)
 
-    def embed(self, ids_R: Tensor, table: PanelWeight) -> Tensor:
+    def embed(self, ids_R: Tensor | Sequence[int], table: PanelWeight) -> Tensor:
         """Rows of the embedding table."""
-        out_RD = torch.empty(len(ids_R), table.shape[1])
-        self._call("bd_unpack_rows", byref(table.struct), ids_R.data_ptr(), len(ids_R), out_RD.data_ptr())
+        ids = array("q", ids_R.tolist() if isinstance(ids_R, Tensor) else ids_R)
+        out_RD = torch.empty(len(ids), table.shape[1])
+        self._call("bd_unpack_rows", byref(table.struct), ids.buffer_info()[0], len(ids), out_RD.data_ptr())
         return out_RD
 
     def norm_linear(
         self, x_RD: Tensor, norm_D: Tensor, eps: float, weight: PanelWeight, bias_N: Tensor | None
     ) -> Tensor:
         """RMSNorm, rounding of the inputs, matmul, bias."""
-        out_RN = torch.empty(len(x_RD), weight.shape[0])
+        rows = x_RD.shape[0]  # len() of a tensor goes through Python
+        out_RN = torch.empty(rows, weight.shape[0])
         self._call(
             "bd_norm_linear",
             x_RD.data_ptr(),
-            len(x_RD),
+            rows,
             norm_D.data_ptr(),
             eps,
             byref(weight.struct),
@@ -188,6 +189,14 @@ class Native:
             self._call("bd_softcap", out_RV.data_ptr(), *out_RV.shape, cap)
         return out_RV
 
+    def top(self, logits_RV: Tensor) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Place and size of the largest logit of each row."""
+        R, V = logits_RV.shape
+        places, largest = (c_int64 * R)(), (c_float * R)()
+        rows = logits_RV.data_ptr(), R, V, logits_RV.stride(0)
+        self._call("bd_top", *rows, addressof(places), addressof(largest))
+        return tuple(places), tuple(largest)
+
     def rope_append(
         self,
         qkv_RN: Tensor,
@@ -240,39 +249,42 @@ class Native:
         """All layers in one call: `ops.run_layers` without Python between the operations."""
         if stack.compiled is None:
             stack.compiled = (abi.Layer * len(stack))(*(_layer(layer) for layer in stack))
-        if cache.compiled is None:
-            for kv in cache:
-                check_kv("run_layers", kv)
-            cache.compiled = (abi.KV * len(cache))(*(_kv(kv) for kv in cache))
+        fixed = cache.compiled
+        if fixed is None or fixed.kinds is not kinds or fixed.stack is not stack:
+            fixed = cache.compiled = _Fixed(stack, kinds, cache, eps)
+        rows = _Batch(batch)
+        places = fixed.kv, byref(rows.struct), fixed.shapes, len(kinds)
+        self._call("bd_decode", x_RD.data_ptr(), x_RD.shape[1], stack.compiled, len(stack), *places)
+        return x_RD
+
+
+class _Fixed:
+    """What does not change from step to step: blocks and the shape of attention, as the C interface takes them."""
+
+    def __init__(self, stack: Stack, kinds: Sequence[AttentionKind], cache: KVCache, eps: float) -> None:
+        for kv in cache:
+            check_kv("run_layers", kv)
         J, C = cache[0].kv_heads, cache[0].head_dim
         H = stack[0].qkv.shape[0] // C - 2 * J
-        shapes = (abi.Attention * len(kinds))(*(_attention(H, J, C, kind, eps) for kind in kinds))
-        out_RD, rows = x_RD.clone(), _Batch(batch)
-        places = cache.compiled, byref(rows.struct), shapes, len(kinds)
-        self._call("bd_decode", out_RD.data_ptr(), x_RD.shape[1], stack.compiled, len(stack), *places)
-        return out_RD
+        self.stack, self.kinds = stack, kinds
+        self.kv = (abi.KV * len(cache))(*(_kv(kv) for kv in cache))
+        self.shapes = (abi.Attention * len(kinds))(*(_attention(H, J, C, kind, eps) for kind in kinds))
 
 
 class _Batch:
-    """A ragged batch as the C interface takes it, and the arrays that it points to."""
+    """A ragged batch as the C interface takes it, and the array of numbers that it points into."""
 
     def __init__(self, batch: Ragged) -> None:
-        S = len(batch.row_counts)
-        starts = (c_int64 * (S + 1))(0, *accumulate(batch.row_counts))
-        tables = (c_int64 * (S + 1))(0, *accumulate(map(len, batch.tables)))
-        lengths = (c_int64 * S)(*batch.lengths)
-        blocks = torch.cat(batch.tables) if S > 1 else batch.tables[0] if S else torch.empty(0, dtype=torch.int64)
-        self._kept = starts, tables, lengths, blocks
-        self.struct = abi.Batch(
-            len(batch.positions),
-            S,
-            batch.positions.data_ptr(),
-            batch.slots.data_ptr(),
-            addressof(starts),
-            blocks.data_ptr(),
-            addressof(tables),
-            addressof(lengths),
-        )
+        _, positions, slots, tables = batch.numbers
+        starts = accumulate(batch.row_counts, initial=0)
+        table_starts = accumulate(map(len, tables), initial=0)
+        parts = [positions, slots, [*starts], *tables, [*table_starts], batch.lengths]
+        self._kept = array("q", [*chain.from_iterable(parts)])
+        R, S = len(positions), len(batch.row_counts)
+        first = self._kept.buffer_info()[0]
+        blocks = first + 8 * (2 * R + S + 1)
+        ends = first + 8 * (len(self._kept) - 2 * S - 1)
+        self.struct = abi.Batch(R, S, first, first + 8 * R, first + 16 * R, blocks, ends, ends + 8 * (S + 1))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -311,17 +323,6 @@ def _layer(layer: Layer) -> abi.Layer:
     )
     switches = abi.GATES[layer.gate], layer.attention
     return abi.Layer(*map(_pointer, vectors), *switches, *(weight.struct for weight in weights))
-
-
-def _check_symmetric(packed: Packed, blocks: BlockFormat) -> None:
-    """Pairs of products of 8-bit codes fit 16 bits if no code is -128; ggml writes none, but a file may hold one."""
-    if packed.activation in ("int8", "int8_g32") and blocks.code_bits == 8:
-        codes = packed.codes.view(torch.int8).view(-1, blocks.nbytes)[:, blocks.nbytes - blocks.values :]
-        if int(codes.amin()) == -128:
-            raise FormatError(
-                f"{packed.format}: a {blocks.name} weight {list(packed.shape)} with codes of -128. Expected -127 to "
-                "127 for 8-bit inputs; use stored-a16."
-            )
 
 
 @cache

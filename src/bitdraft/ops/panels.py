@@ -92,7 +92,7 @@ class PanelWeight:
     parts: tuple[Panels, ...]
     packed_bytes: int
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, int]:
         """(N, K)."""
         return sum(part.kind.shape[0] for part in self.parts), self.parts[0].kind.shape[1]

@@ -117,6 +117,11 @@ def logits(x_RD: Tensor, norm_D: Tensor, eps: float, head: DecodedWeight, cap: f
     return y_RV if cap is None else cap * torch.tanh(y_RV / cap)
 
 
+def top(logits_RV: Tensor) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Place, the first of equals, and size of the largest logit of each row; NaN if the row holds one."""
+    return tuple(logits_RV.argmax(-1).tolist()), tuple(logits_RV.amax(-1).tolist())
+
+
 def _rotate(x_RHC: Tensor, cos_RT: Tensor, sin_RT: Tensor) -> Tensor:
     half = cos_RT.shape[1]
     first, second, rest = torch.split(x_RHC, [half, half, x_RHC.shape[2] - 2 * half], dim=-1)
