@@ -26,7 +26,9 @@ from bitdraft.ops.encoding import dequantize
 from bitdraft.ops.gguf_blocks import dequantise
 from bitdraft.ops.gguf_encode import WRITTEN, moved, rounded
 
-MATRICES = arrays(np.float32, (3, 64), elements=st.floats(-100, 100, width=32))
+# Below 1e-25 the inverse of a scale may overflow, and what ggml writes then means nothing.
+SIZES = st.floats(-100, 100, width=32).map(lambda v: v if abs(v) > 1e-25 else 0.0)
+MATRICES = arrays(np.float32, (3, 64), elements=SIZES)
 
 
 @given(MATRICES)

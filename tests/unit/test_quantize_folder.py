@@ -112,7 +112,7 @@ def test_a_full_disk_while_noting_says_so(source: Source, tmp_path: Path, monkey
     ("changes", "named"),
     [
         ({"seed": 1}, "seed 0, not 1"),
-        ({"tokens": 700}, "tokens 4096, not 700"),
+        ({"tokens": 700}, "tokens 2048, not 700"),
         ({"calibration": TEXTS[1:]}, "calibration"),
         ({"recipe": "w4a16-gptq"}, "recipe 'w4a16-awq', not 'w4a16-gptq'"),
     ],

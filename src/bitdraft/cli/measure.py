@@ -11,7 +11,7 @@ import typer
 from ..errors import UsageError
 from ..types import SamplingParams
 from .app import app
-from .options import KV, Json, MaxTokens, MinP, NoCache, Seed, Target, Temperature, TopK, TopP
+from .options import KV, Json, MaxTokens, MinP, NoCache, Seed, Target, TargetFormat, Temperature, TopK, TopP
 from .terminal import interruptible, out, progress_bars
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def measure(
     formats: Annotated[str, typer.Option(help="Draft formats to compare, with commas; see `bitdraft formats`.")] = (
         "bf16,fp8,w8a8,w4a16-awq,w4a16"
     ),
-    target_format: Annotated[str, typer.Option(help="Format of the target.")] = "bf16",
+    target_format: TargetFormat = "auto",
     kv: KV = None,
     workload: Annotated[
         str,

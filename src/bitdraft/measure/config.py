@@ -14,7 +14,7 @@ class MeasureConfig:
 
     Attributes:
         target, draft: names, folders, .gguf files or hub ids.
-        target_format: the target's recipe. formats: the draft's recipes to compare.
+        target_format: the target's recipe, or auto. formats: the draft's recipes to compare.
         workloads: built-in names or files. prompts: how many of each.
         draft_lengths: draft lengths K to compare, ascending.
         sampling: how logits become tokens, in texts, scores and confirmations alike.

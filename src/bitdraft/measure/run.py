@@ -5,7 +5,7 @@ stopped. Nothing here computes a statistic of the report: that is to the right o
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -22,7 +22,7 @@ from ..models.config import ModelConfig
 from ..models.kv import BLOCK_SIZE
 from ..models.tokenizer import check_pair
 from ..ops import native
-from ..quantize.load import Progress, Source, load_model, open_source
+from ..quantize.load import Progress, Source, load_model, open_source, recipe_for
 from ..quantize.pipeline import check_layers
 from ..types import Feed, SamplingParams
 from .config import MeasureConfig
@@ -90,7 +90,9 @@ def run(
     prompts = [p for spec in config.workloads for p in load_workload(spec, config.prompts)]
     target_source, draft_source = (open_source(m, progress, use_cache) for m in (config.target, config.draft))
     check_pair(target_source.tokenizer, draft_source.tokenizer)
-    check_layers(target_source.checkpoint, Recipe.parse(config.target_format))
+    target_recipe = recipe_for(config.target_format, target_source)
+    config = replace(config, target_format=target_recipe.name)
+    check_layers(target_source.checkpoint, target_recipe)
     for recipe in recipes.values():
         check_layers(draft_source.checkpoint, recipe)
     context = min(target_source.checkpoint.config.context_length, draft_source.checkpoint.config.context_length)
@@ -100,7 +102,7 @@ def run(
     kv_tokens = _cache_size(config, ids)
     target = load_model(
         target_source,
-        Recipe.parse(config.target_format),
+        target_recipe,
         kv_tokens=kv_tokens,
         rng=np.random.default_rng(config.sampling.seed),
         calibration=[target_source.tokenizer.encode(text) for text in calibration_texts()],
@@ -289,7 +291,7 @@ def _describe(
     return Run(
         target=_stored(target),
         draft=_stored(draft),
-        target_format=Recipe.parse(config.target_format).name,
+        target_format=config.target_format,
         formats=tuple(recipes),
         workloads=tuple(dict.fromkeys(p.workload for p in prompts)),
         prompts=config.prompts,
