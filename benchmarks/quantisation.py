@@ -6,7 +6,8 @@
 FOLDER is what `bitdraft measure -o` wrote, or a saved probe. Both go on where they stopped: lines are kept in
 benchmarks/results.
 Recipes are those of `bitdraft quantize`; `mixed-BITS` is an allocation within so many bits a weight, the head counted,
-and `mixed-BITS-head8` one of the layers beside an 8-bit head; both are rounded by method clip.
+and `mixed-BITS-head8` one of the layers beside an 8-bit head; both are rounded by method clip, or by the one that
+follows a plus: `mixed-3.5-head8+awq-gptq`.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bitdraft.formats import Format, Recipe, get_format
+from bitdraft.formats import METHODS, Format, Recipe, get_format
 from bitdraft.measure.probe_texts import probe_of_folder
 from bitdraft.measure.stats import combine, ratio_of_sums, resample
 from bitdraft.measure.workload import calibration_texts
@@ -91,15 +92,16 @@ class Pair:
 
     def mixed(self, name: str) -> Recipe:
         """The allocation of a name such as 'mixed-3.5-head8', printed and kept."""
-        _, bits, *head = name.split("-")
+        allocation, _, method = name.partition("+")
+        _, bits, *head = allocation.split("-")
         prices, config = self.prices(), self.draft.checkpoint.config
         budget = Budget.parse(f"{bits}bits", with_head=not head)
         fixed = "w8a16" if head else None
         found = allocate(config, prices, candidates(), budget, self.response(prices), head=fixed)
-        save_allocation(found, RESULTS / f"quantisation-{self.priced.digest[:8]}-{name}.json")
+        save_allocation(found, RESULTS / f"quantisation-{self.priced.digest[:8]}-{allocation}.json")
         for headings, rows in (summary_rows(found), layer_rows(found)):
             print("\n".join("  ".join(f"{cell:>9}" for cell in row) for row in (headings, *rows)), flush=True)
-        return found.recipe()
+        return found.recipe(method) if method in METHODS else found.recipe()
 
     def weights(self, name: str) -> Weights:
         """The draft in a recipe of this file."""

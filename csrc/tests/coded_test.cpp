@@ -87,7 +87,7 @@ struct Cache {
     for (int64_t i = 0; i < rows; i++) positions.push_back(first + i);
     const int64_t starts[] = {0, rows}, tables[] = {0, BLOCKS}, lengths[] = {first + rows};
     const bd_batch batch = {rows, 1, positions.data(), positions.data(), starts, table.data(), tables, lengths};
-    const bd_attention shape = {H, J, C, window, 0, nullptr, nullptr, 0};
+    const bd_attention shape = {H, J, C, window, 0, nullptr, nullptr, 0, 0, 0};
     const bd::AttentionPlan plan(batch, shape, threads);
     std::vector<float> partial(plan.partial), out(rows * H * C);
     const float *queries = q.data() + first * H * C;

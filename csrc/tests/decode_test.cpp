@@ -54,7 +54,8 @@ struct Cache {
                     .keys = codes[i].data(),
                     .values = codes[i + 1].data(),
                     .key_scales = scales[i].data(),
-                    .value_scales = scales[i + 1].data()});
+                    .value_scales = scales[i + 1].data(),
+                    .coded = nullptr});
     return kv;
   }
 };

@@ -51,6 +51,7 @@ class Weight {
               .grid = form.grid,
               .activation = activation,
               .group = form.group,
+              .rotation = 0,
               .outputs = N,
               .inputs = K,
               .panels = nullptr,
