@@ -39,7 +39,7 @@ const Form FORMS[] = {
     {"fp4 sym16", BD_FP4, BD_GRID_SYM16, 16},
 };
 
-const char *const ACTIVATIONS[] = {"f32", "bf16", "int8", "e4m3", "e5m2"};
+const char *const ACTIVATIONS[BD_ACTIVATIONS] = {"f32", "bf16", "int8", "e4m3", "e5m2", "int8_g32"};
 
 // Rows that differ: row m of a batch is row m % 13 of them, in step with no block of rows that a kernel may take.
 constexpr int64_t DISTINCT = 13;
