@@ -29,6 +29,8 @@ RECIPES = [
     "f32",
     "w4a16",
     "w4a8",
+    "w4a8-ag32",
+    "w8a8-ag32",
     "w3a16-asym",
     "w6a8-asym-h6",
     "w2a16-g64-h4",

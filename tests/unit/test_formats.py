@@ -136,6 +136,8 @@ def test_an_unknown_recipe_is_refused(text: str) -> None:
         ("w8a8-awq", r"has no groups.*w4a16-awq"),
         ("bf16-awq", r"bf16 has none.*Expected bf16 alone.*w4a16-awq"),
         ("fp8-gptq", r"gptq chooses among the codes of integers, and fp8 has none"),
+        ("w4a8-had-gptq", r"GPTQ rounds weights as they are"),
+        ("w8a8-had-smooth-gptq", r"GPTQ rounds weights as they are"),
         ("w4a16-smooth", r"reads 16-bit inputs\. Expected 8-bit inputs, such as w4a8-smooth"),
         ("w8a16-smooth-gptq", r"such as w8a8-smooth-gptq"),
     ],

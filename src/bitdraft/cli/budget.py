@@ -71,7 +71,7 @@ def choose_formats(
         probe,
         budget,
         rng=np.random.default_rng(seed),
-        activation="8" if recipe.format.activation == "int8" else "16",
+        activation={"int8": "8", "int8_g32": "8-ag32"}.get(recipe.format.activation, "16"),
         speed=speed,
         journal=kept / "prices.jsonl",
         progress=progress,

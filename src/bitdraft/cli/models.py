@@ -126,6 +126,8 @@ def quantize(
     from ..quantize.mixed import save_allocation
     from ..quantize.scripts import language_warning
 
+    if not budget and (target or report):
+        raise UsageError("--target or --report without --budget, which they are for. Expected --budget, or neither.")
     recipe = Recipe.parse(f"{format}-{'rtn' if method == 'nearest' else method}" if method else format)
     texts = workload_texts(calibration, samples) if calibration else calibration_texts()[:samples]
     if recipe.calibrated and workload and (warning := language_warning(texts, workload_texts(workload, None))):

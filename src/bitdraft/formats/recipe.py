@@ -92,6 +92,10 @@ def _check(form: Format, method: Method) -> None:
             f"{given!r}: {method} chooses among the codes of integers, and {form.name} has none. Expected {form.name} "
             "alone, or an integer format, such as w4a16-awq."
         )
+    if method.endswith("gptq") and form.rotated:
+        raise FormatError(
+            f"{given!r}: GPTQ rounds weights as they are, and {form.name} rotates them first. Expected one of the two."
+        )
     if method == "awq" and form.group_size is None:
         raise FormatError(
             f"{given!r}: AWQ shifts error between the inputs of a group, and {form.name} has no groups. Expected "

@@ -13,14 +13,14 @@ them in a file of their own that the index does not name.
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from ..errors import ModelFileError
 from ..ops.encoding import dequantize
-from ..ops.packed import Packed, float_matrix
+from ..ops.packed import Activation, Packed, float_matrix
 from .compressed import PARTS, decode, logical_shape, with_own_facts
 from .compressed_config import compressed_layout, quantization_method
 from .config import ModelConfig
@@ -238,7 +238,7 @@ def _facts(own: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
         if not isinstance(entry, dict):
             raise ModelFileError(f"{place}: {str(entry)[:40]!r} is no description of a format. Write the folder again.")
         values = {key: field(entry, key, str, None, place) for key in ("format", "activation")}
-        if None in values.values() or values["activation"] not in ("f32", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"):
+        if None in values.values() or values["activation"] not in get_args(Activation):
             raise ModelFileError(f"{place}: the format {values} is not known. Write the folder again.")
         channel = field(entry, "channel", float, None, place)
         values |= {} if channel is None else {"channel": channel}

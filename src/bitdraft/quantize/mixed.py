@@ -49,7 +49,7 @@ def allocate_for(
         probe: texts of the target; the first `TEXTS` of each workload are read, `TOKENS` tokens each.
         budget: '4.25bits', '350MB', '0.35GB', or '12ms' a drafted token with a `speed`.
         rng: draws the samples that prices are taken by.
-        activation: width of the inputs, '16' or '8'.
+        activation: of the inputs, as names of formats say it: '16', '8' or '8-ag32'.
         with_head: whether the head counts in the budget and is chosen, too. It stays at 8 bits if not.
         speed: measured step costs; with them, what is maximised is tokens a second, without them acceptance.
         journal: a .jsonl file that prices are kept in; an interrupted run goes on from it.
