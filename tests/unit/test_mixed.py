@@ -53,15 +53,18 @@ def test_a_budget_becomes_a_draft(pair: tuple[Source, Source, AcceptanceProbe]) 
     assert [len(overlap) for overlap in probe.judge(model)] == [6, 6, 6]
 
 
-def test_inputs_of_8_bits_and_a_head_apart(pair: tuple[Source, Source, AcceptanceProbe]) -> None:
+@pytest.mark.parametrize(("inputs", "activation"), [("8", "int8"), ("8-ag32", "int8_g32")])
+def test_inputs_of_8_bits_and_a_head_apart(
+    inputs: str, activation: str, pair: tuple[Source, Source, AcceptanceProbe]
+) -> None:
     draft, target, probe = pair
     rng = np.random.default_rng(0)
-    found = allocate_for(draft, target, probe, "4bits", rng=rng, activation="8", with_head=False)
+    found = allocate_for(draft, target, probe, "4bits", rng=rng, activation=inputs, with_head=False)
     assert found.expected.bits_without_head <= 4
-
-    assert all(name.split("-")[0].endswith("a8") for name in found.formats.values())
-    assert found.formats["lm_head"] == "w8a8"
-    assert found.recipe().format.activation == "int8"
+    recipe = found.recipe()
+    assert {recipe.format_of(tensor).activation for tensor in found.formats} == {activation}
+    assert found.formats["lm_head"] == f"w8a{inputs}"
+    assert recipe.format.activation == activation
 
 
 def test_milliseconds_without_costs_are_refused_before_any_work(pair: tuple[Source, Source, AcceptanceProbe]) -> None:
@@ -87,6 +90,8 @@ def test_the_verb_writes_a_folder_that_loads_and_says_what_it_chose(
         assert torch.equal(stored, dequantize(direct.packed[tensor]))
     neither = CliRunner().invoke(cli.app, ["quantize", str(draft.path), "--budget", "4bits", "-o", str(tmp_path / "x")])
     assert isinstance(neither.exception, UsageError)
+    words = ["quantize", str(draft.path), "--target", str(target.path), "-o", str(tmp_path / "x")]
+    assert "without --budget" in str(CliRunner().invoke(cli.app, words).exception)
 
 
 def test_speed_is_a_line_through_timings() -> None:
