@@ -189,7 +189,7 @@ def allocate(
         if rate >= best_rate:
             best, best_rate = state, rate
     assert best is not None  # `states` yields one at least
-    base = get_format(formats[0].name.split("-")[0])
+    base = formats[0]
     chosen = {tensor: option.name for tensor, option in best.items()}
     return Allocation(
         base.name,
