@@ -6,7 +6,7 @@ Looks only: nothing is timed, and nothing is changed. `examine` collects facts, 
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -265,18 +265,27 @@ def _large_pages(root: Path) -> str | None:
     return None
 
 
-def render_checkup(found: Checkup, console: Console) -> None:
-    """Print the facts as a table, and below it what could be better."""
+def print_facts(rows: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print names and what was found, one below the other."""
     table = Table(box=None, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in _rows(found):
+    for name, value in rows:
         table.add_row(name, escape(value))
     console.print(table)
+
+
+def print_finding(grave: bool, text: str, console: Console) -> None:
+    """Print something that could be better; `grave` if something does not work."""
+    style, word = ("bold red", "problem") if grave else ("yellow", "note")
+    console.print(f"\n[{style}]{word}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def render_checkup(found: Checkup, console: Console) -> None:
+    """Print the facts as a table, and below it what could be better."""
+    print_facts(_rows(found), console)
     for finding in found.findings:
-        style, word = ("bold red", "problem") if finding.grave else ("yellow", "note")
-        text = f"{finding.what}. Costs: {finding.costs}. {finding.remedy}."
-        console.print(f"\n[{style}]{word}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        print_finding(finding.grave, f"{finding.what}. Costs: {finding.costs}. {finding.remedy}.", console)
     if not found.findings:
         console.print("\n[green]All is well.[/]")
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from statistics import mean
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from .doctor import print_facts, print_finding
 from .model_doctor import ModelCheckup
 from .model_doctor_weights import Match, TensorFacts
 
@@ -16,19 +16,13 @@ _DEPTHS = 6
 
 def render_model(found: ModelCheckup, console: Console) -> None:
     """Print facts as tables, and below them what could be better."""
-    table = Table(box=None, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, value in _rows(found):
-        table.add_row(name, escape(value))
-    console.print(table)
+    print_facts(_rows(found), console)
     if any(t.match is not None for t in found.tensors):
         console.print()
         console.print(_by_part(found.tensors))
     for finding in found.findings:
-        style, word = ("bold red", "problem") if finding.grave else ("yellow", "note")
         text = f"{finding.where}: {finding.what}. Costs: {_ended(finding.costs)} {_ended(finding.remedy)}"
-        console.print(f"\n[{style}]{word}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        print_finding(finding.grave, text, console)
     if not found.findings:
         console.print("\n[green]All is well.[/]")
 

@@ -23,9 +23,6 @@ UNCLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 """Not clipped on data: their outputs meet in a product, where an error measured alone misleads (as in the code of AWQ's
 authors)."""
 
-BY_ACTIVATION = True
-"""GPTQ's order of columns."""
-
 Kept = Callable[[str], Packed]
 """A linear layer's weight as the model's file stores it, by name within the layer."""
 
@@ -136,7 +133,7 @@ def _round(
             packed[reader] = _kept_or_nearest(reader, scaled, form, kept)
         elif recipe.method.endswith("gptq"):
             if given is None:
-                given = feedback(_products(stats, name, len(weight[0]), scale_K)[0], by_activation=BY_ACTIVATION)
+                given = feedback(_products(stats, name, len(weight[0]), scale_K)[0], by_activation=True)
             packed[reader] = gptq(scaled, form, given)
         elif reader in UNCLIPPED:
             packed[reader] = nearest(scaled, form)
