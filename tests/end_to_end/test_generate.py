@@ -1,13 +1,11 @@
 """`bitdraft generate` and the small verbs as a user runs them, on a tiny random pair."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from command_line import Run
 from model_files import config, write_folder
-
-from bitdraft import cli
 
 
 @pytest.fixture(scope="module")
@@ -16,23 +14,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_folder(folder / "target", config())
     write_folder(folder / "draft", config(num_layers=1))
     return folder
-
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process: exit code, standard output, standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["bitdraft", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        said = capfd.readouterr()
-        return int(stopped.value.code or 0), said.out, " ".join(said.err.split())
-
-    return call
 
 
 def generate(run: Run, pair: Path, *options: object) -> dict:

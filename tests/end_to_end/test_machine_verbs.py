@@ -4,39 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_line import Run
 from model_files import config, write_folder
 
-from bitdraft import cli
 from bitdraft.ops import native
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """The command line in this process, with the environment read anew: exit code, standard output, standard error."""
-
-    def call(*arguments: object, **environment: str) -> tuple[int, str, str]:
-        for name in ("BITDRAFT_ISA", "BITDRAFT_THREADS"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        native.default.cache_clear()
-        monkeypatch.setattr("sys.argv", ["bitdraft", *map(str, arguments)])
-        code: str | int | None = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code
-        said = capfd.readouterr()
-        return int(code or 0), said.out, " ".join(said.err.split())
-
-    yield call
-    native.default.cache_clear()
 
 
 @pytest.fixture(scope="module")

@@ -1,40 +1,19 @@
 """`bitdraft doctor MODEL` as a user runs it: exit codes, text and JSON; and on a real model."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import Run
 from model_files import TEMPLATE
 from planted_models import K, V, checkpoint, sizes, swapped, trained
 from safetensors.torch import save_file
 
-from bitdraft import cli
 from bitdraft.measure.model_doctor import examine_model, open_model
 from bitdraft.measure.workload import calibration_texts
 from bitdraft.models.tokenizer_folder import read_json
 from bitdraft.quantize.load import open_source
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """The command line in this process: exit code, standard output, standard error."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["bitdraft", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "160")
-        code: str | int | None = 0
-        try:
-            cli.main()
-        except SystemExit as stopped:
-            code = stopped.code
-        said = capfd.readouterr()
-        return int(code or 0), said.out, " ".join(said.err.split())
-
-    return call
 
 
 @pytest.fixture

@@ -53,7 +53,6 @@ def formats(as_json: Json = False) -> None:
 def export(
     model: Annotated[str, typer.Argument(help="Model to write: a name, a folder, a .gguf or a hub id.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write; it must not exist.")],
-    to: Annotated[str, typer.Option("--to", help="Kind of file: gguf.")] = "gguf",
     kind: Annotated[str, typer.Option("--type", help="Type of the layers: q4_0, q4_1, q8_0, bf16 or f16.")] = "q8_0",
     as_json: Json = False,
 ) -> None:
@@ -62,10 +61,6 @@ def export(
     from ..models.checkpoint import open_checkpoint
     from ..models.gguf_export import TYPES, export_gguf
 
-    if to != "gguf":
-        raise UsageError(
-            f"--to is {to!r}. Expected gguf; a folder with safetensors is what `bitdraft quantize` writes."
-        )
     if kind not in TYPES:
         raise UsageError(f"--type is {kind!r}. Expected one of {', '.join(TYPES)}.")
     with interruptible("Nothing half-written is kept."), progress_bars() as bars:
