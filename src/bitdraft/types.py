@@ -28,10 +28,14 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p; 1 keeps all.
         min_p: drop tokens less likely than min_p times the likeliest one; 0 drops none.
+        typical_p: keep the tokens whose surprise is closest to the entropy, until their mass reaches typical_p; 1 keeps
+            all.
         repetition_penalty: divides positive and multiplies negative logits of every token seen in prompt or output.
         presence_penalty: subtracted once from the logit of each token already in the output.
         frequency_penalty: subtracted once per occurrence in the output.
         logit_bias: added to the logits of these token ids.
+        bad_words: sequences of token ids, none of which the output ever completes.
+        allowed_ids: the only token ids that may come out; None allows all.
         seed: with the request's number, names the random streams of the request.
         max_tokens: output tokens at most.
         min_tokens: no end of sequence and no stop id before so many output tokens.
@@ -44,10 +48,13 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_ids: frozenset[int] | None = None
     seed: int = 0
     max_tokens: int = 128
     min_tokens: int = 0
@@ -75,6 +82,21 @@ class SamplingParams:
     def ending_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """The ids that end an output: the model's end-of-sequence ids unless they are ignored, and the stop ids."""
         return eos_ids.union(self.stop_ids) if not self.ignore_eos else frozenset(self.stop_ids)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the target thought of one token: log-softmax of its own logits, in nats, before penalties and filters.
+
+    Attributes:
+        token: the token that came out, or stands in the prompt.
+        logprob: of that token.
+        top: the likeliest tokens with theirs, likeliest first, lower ids first on ties; as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)

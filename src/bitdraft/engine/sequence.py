@@ -4,6 +4,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ..decoding.constraint import Constraint
 from ..decoding.protocols import DraftRow, Randomness
 from ..decoding.sampling import History
 from ..types import Origin, SamplingParams
@@ -33,12 +34,22 @@ class Request:
         prompt: token ids, at least one.
         sampling: how to sample.
         text: detokeniser of the output; needed for stop strings, None otherwise.
+        constraint: the grammar that the output follows; None for any text.
+        logprobs: report the log-probability of every output token, and of so many likeliest ones; None reports none.
+        prompt_logprobs: the same for the tokens of the prompt.
+        domain: what kind of traffic the request is, for the draft length and for statistics.
+        max_draft: longest block to draft for it; 0 decodes it plainly, None leaves it to the engine.
     """
 
     number: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
     text: TextStream | None = None
+    constraint: Constraint | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    domain: str = ""
+    max_draft: int | None = None
 
 
 @dataclass
