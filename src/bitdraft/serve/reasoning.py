@@ -1,4 +1,4 @@
-"""Reasoning beside the answer: `<think>...</think>` is split off, however the text is cut, and its tokens are counted."""
+"""Reasoning beside the answer: `<think>...</think>` is split off however the text is cut, its tokens are counted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
