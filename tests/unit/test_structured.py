@@ -181,6 +181,7 @@ def test_states_do_not_pile_up(grammars: Grammars) -> None:
         (lambda g: g.json_schema('{"items":' * 100 + "{}" + "}" * 100), "nested 101 deep"),
         (lambda g: g.json_schema("[" * 200_000), "is no JSON"),
         (lambda g: g.regex("(a"), "regular expression cannot be used"),
+        (lambda g: g.regex("(a{1000}){1000}"), "cannot go on: .*too many"),
         (lambda g: g.lark("start: x"), 'cannot be used: .*unknown name: "x"'),
         (lambda g: g.choice([]), "Expected at least one text"),
         (lambda g: g.choice(["a", ""]), "none of them empty"),

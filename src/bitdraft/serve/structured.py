@@ -48,7 +48,7 @@ class Grammars:
     """Compiles grammars for one vocabulary, from any thread. Every constraint it hands out is for one output."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Read the vocabulary, which takes a second or so.
+        """Read the vocabulary, which takes seconds for a large one: once for a target, and not on an event loop.
 
         Args:
             tokenizer: the target's.
@@ -149,6 +149,8 @@ class Grammars:
                 known = GrammarState(_Walker(self._vocabulary, self._new_matcher(what, grammar)), None)
                 if not bool(known.allowed_V.any()):
                     raise UsageError(f"{what} allows no text at all. Expected one that allows something.")
+                # What is far too complex shows at the second mask: now, and not while others wait for the step.
+                known.for_another_output().after(int(known.allowed_V.to(torch.uint8).argmax())).allowed_V  # noqa: B018
                 self._compiled[grammar] = known
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > _KEPT:
