@@ -7,15 +7,19 @@ every position of a block.
 from collections.abc import Callable
 from dataclasses import replace
 
-from toy import EOS, Automaton, TableModel, random_table
+import pytest
+from torch import Tensor
+from toy import EOS, Automaton, Game, TableModel, random_table
 
 from bitdraft.decoding.lookahead import Fixed
 from bitdraft.decoding.protocols import Drafter
+from bitdraft.decoding.streams import Streams
 from bitdraft.drafters.model import ModelDrafter
 from bitdraft.drafters.ngram import NGramDrafter
 from bitdraft.drafters.scripted import oracle
 from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
+from bitdraft.errors import UsageError
 from bitdraft.types import SamplingParams, StepRecord
 
 V, K = 8, 4
@@ -81,6 +85,25 @@ def test_u39_a_ban_of_every_second_id_holds_for_200_tokens() -> None:
     for temperature, drafter in ((0, DRAFTERS["another"]()), (1, DRAFTERS["n-gram"]()), (1, evens_and_odds)):
         params = SamplingParams(temperature=temperature, allowed_ids=odd, max_tokens=200, ignore_eos=True)
         assert set(run(params, drafter)[0]) <= odd
+
+
+class Broken(Automaton):
+    """Fails in state 1."""
+
+    @property
+    def allowed_V(self) -> Tensor | None:
+        if self.state == 1:
+            raise UsageError("the grammar cannot go on")
+        return super().allowed_V
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_u45_a_grammar_that_fails_ends_the_draft_and_not_the_step(drafter: str, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=24)
+    game = Game(TARGET, DRAFTERS[drafter], params, max_draft=K, prompt=(1, 3, 1, 3), constraint=Broken(({1: 1}, {}), V))
+    proposal = game.make_drafter().propose([game.row((), Streams(0, 0))])
+    assert proposal.tokens == ((1,),)
 
 
 def test_u48_drafts_end_before_the_first_token_that_a_grammar_does_not_allow() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
 from ..decoding.sampling import History, distribution, greedy_tokens
-from ..errors import NothingLeftError
+from ..errors import NothingLeftError, UsageError
 from ..types import Feed, Proposal
 from .point_mass import point_masses
 
@@ -80,26 +80,29 @@ class ModelDrafter:
         return Feed(block.row.request, new, start, logits_from=len(new) - 1)
 
     def _draw(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
+        """Draw one token. Where none can be drawn, the block ends: the only tokens that may come are none of the
+        draft's own, or something is wrong with the request, which the target finds out for this request alone."""
+        try:
+            self._extend(block, logits_V, point_mass)
+        except (NothingLeftError, UsageError):
+            block.open = False
+
+    def _extend(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
         row, start = block.row, block.row.start
         ending_ids = row.sampling.ending_ids(self._eos_ids)
         chosen = top = 1.0
-        try:
-            if point_mass:
-                token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
-            else:
-                probs = distribution(logits_V, row.sampling, block.history, ending_ids)
-        except NothingLeftError:  # the only tokens that may come are none of the draft's own vocabulary
-            block.open = False
-            return
-        if not point_mass:
+        if point_mass:
+            token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
+        else:
+            probs = distribution(logits_V, row.sampling, block.history, ending_ids)
             token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
             block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)
         stop = self._policy.stop_after(len(block.tokens), chosen, top)
-        ended = token in ending_ids or block.history.ended
-        block.open = not (stop or ended or len(block.tokens) == block.budget)
+        full = len(block.tokens) == block.budget
+        block.open = not (stop or full or token in ending_ids or block.history.ended)
 
 
 def _pack(blocks: Sequence[_Block], vocab_size: int) -> Proposal:
