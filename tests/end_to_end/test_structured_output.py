@@ -52,7 +52,6 @@ class Model:
             eos_ids=self.tokenizer.eos_ids,
             max_draft=K,
             max_batch=1,
-            kv_tokens=1024,
             on_record=records.append,
         )
         engine.submit(Request(0, self.prompt, sampling, constraint=self.grammars.json_schema(SCHEMA)))

@@ -43,7 +43,6 @@ def run(
         eos_ids=ENDING,
         max_draft=K,
         max_batch=1,
-        kv_tokens=512,
         on_record=records.append,
     )
     engine.submit(Request(seed, (1, 3, 1, 3), replace(params, seed=seed), constraint=constraint))
