@@ -5,11 +5,13 @@ out half-way; a long prompt is fed in chunks beside the others' decoding.
 """
 
 from collections import deque
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 from ..decoding.protocols import DraftRow
 from ..models.kv import BLOCK_SIZE
 from ..types import Feed, Proposal
+from .controller import Asked, DraftLengths
 from .sequence import Sequence
 
 
@@ -47,7 +49,16 @@ class Scheduler:
         running: sequences with a place in the cache.
     """
 
-    def __init__(self, *, max_batch: int, max_rows: int, kv_tokens: int, context_length: int, max_draft: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch: int,
+        max_rows: int,
+        kv_tokens: int,
+        context_length: int,
+        max_draft: int,
+        lengths: DraftLengths | None = None,
+    ) -> None:
         """Set the limits.
 
         Args:
@@ -56,7 +67,9 @@ class Scheduler:
             kv_tokens: tokens that the target's cache holds.
             context_length: tokens of one sequence at most.
             max_draft: longest block that is ever drafted; 0 without speculation.
+            lengths: decides how much of that is drafted; None drafts all.
         """
+        self._lengths = lengths
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._max_batch, self._max_rows = max_batch, max_rows
@@ -87,7 +100,27 @@ class Scheduler:
                     deciding.append(s)
                 else:
                     filling.append((s, count))
-        return Batch(tuple(filling), tuple(deciding), tuple(s.draft_row(self.budget(s)) for s in deciding))
+        lengths = self._draft_lengths(deciding)
+        rows = tuple(s.draft_row(length) for s, length in zip(deciding, lengths, strict=True))
+        return Batch(tuple(filling), tuple(deciding), rows)
+
+    def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:
+        """How many tokens to draft for each sequence that decides in this step."""
+        budgets = [self.budget(s) for s in deciding]
+        if self._lengths is None or not deciding:
+            return budgets
+        asked = [
+            Asked(
+                request=s.request.number,
+                domain=s.request.domain,
+                context=len(s.tokens),
+                limit=budget,
+                left=s.request.sampling.max_tokens - len(s.origins),
+                unread=len(s.pending),
+            )
+            for s, budget in zip(deciding, budgets, strict=True)
+        ]
+        return self._lengths.lengths(asked)
 
     def budget(self, sequence: Sequence) -> int:
         """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted."""
