@@ -1,5 +1,5 @@
-"""Draft lengths: the best by the model, against every other choice; and whole runs in made-up time, in which nothing may
-be slower than no drafts by more than a little, whatever curve or acceptance was believed beforehand.
+"""Draft lengths: the best by the model, against every other choice; and whole runs in made-up time, in which nothing
+may be slower than no drafts by more than a little, whatever curve or acceptance was believed beforehand.
 
 Rows of the users' reports: U01 (says why it does not draft), U02 (the chosen length is the best fixed one), U05 and U09
 (never below plain, at any concurrency), U12 (the length follows the text).
@@ -88,7 +88,7 @@ class Machine:
 
 
 def run(machine: Machine, policy: MeasuredLengths | FixedLengths, batch: int, tokens: int, prompt: int = 64) -> float:
-    """Seconds until `tokens` outputs are there, `batch` sequences side by side, each 256 tokens long; a new one follows."""
+    """Seconds until `tokens` outputs are there, `batch` sequences side by side, 256 tokens each and then a new one."""
     outputs = dict.fromkeys(range(batch), 0)
     following, made = batch, 0
     first = set(outputs)
@@ -130,7 +130,7 @@ costs = st.floats(0.01, 3)
     costs,
 )
 def test_no_other_lengths_are_faster(hazards, extra, constant, row):
-    """Every choice of lengths is tried. The target's cost is any rising one, the draft's a constant and so much a row."""
+    """Against every choice of lengths. The target's cost is any rising one, the draft's a constant and so much a row."""
     n = len(hazards)
     survival = [np.cumprod(h).tolist() if h else [] for h in hazards]
     verify = np.cumsum([1.0, *extra])
@@ -267,14 +267,14 @@ def test_a_request_that_was_given_up_gets_drafts_again():
 
 
 def test_probes_take_a_hundredth_of_the_time():
-    machine = Machine(*SATURATED, lambda r, o: 0.1)
-    policy = MeasuredLengths(*SATURATED, prior={"": (0.1,)})
-    plain = Machine(*SATURATED, lambda r, o: 0.1)
+    machine = Machine(SATURATED[0], curve(2, 0.01), lambda r, o: 0.1)
+    policy = MeasuredLengths(machine.target, machine.draft, prior={"": (0.1,)})
+    plain = Machine(machine.target, machine.draft, lambda r, o: 0.1)
     lengths_by_phase(machine, policy, 1, 3000)
-    tokens = 3000 + sum(k > 0 for step in machine.chosen for k in step)
-    run_plain = sum(plain.step([0], {0: o}, 64)[0].verify_seconds for o in range(tokens))
-    assert any(any(step) for step in machine.chosen)
-    assert machine.now <= 1.012 * run_plain
+    for output in range(3000):
+        plain.step([0], {0: output}, 64)
+    assert sum(any(step) for step in machine.chosen) >= 5
+    assert machine.now <= 1.012 * plain.now, "and that although some tokens of the probes were accepted"
 
 
 def test_nothing_is_drafted_where_not_even_a_perfect_draft_pays():

@@ -1,7 +1,8 @@
 """How many tokens to draft for each sequence of a step, none included.
 
-Only the past is looked at: what is committed, and how long steps took. A drafted token never has a say in whether it is
-verified, so the output's law is the target's, whatever the lengths are (`decoding/lookahead.py` says what would not be).
+Only the past is looked at: what is committed, and how long steps took. A drafted token never has a say in whether it
+is verified, so the output's law is the target's, whatever the lengths are (`decoding/lookahead.py` says what would not
+do).
 
 No drafts at all is one of the candidates, and then nothing of the draft runs. It is tried again now and then, at a cost
 that is kept to a small share of the time.
@@ -99,6 +100,7 @@ _FIRST_PLAIN, _RARELY_PLAIN = 16, 512  # steps with drafts before one without, t
 _PROBE_LENGTH = 2
 _FAR_BEHIND = 16  # unread tokens from which on the draft's reading has to pay by itself
 _SAVED_STEPS = 20  # plain steps' time that may be saved up for probes
+_SHARE_OF_GAINS = 0.1  # of the time that drafts have saved: also goes into probes
 _LONG_OUTPUT = 128.0  # tokens of an output, until some have ended
 
 
@@ -302,7 +304,9 @@ class MeasuredLengths:
             some = next(iter(records.values()))
             self._learn_times(step, records, some)
             seconds = some.draft_seconds + some.verify_seconds + some.other_seconds
-            self._saved = min(self._saved + self._probing * seconds, _SAVED_STEPS * step.tables.plain)
+            gain = sum(r.emitted for r in records.values()) * step.tables.plain / len(step.asked) - seconds
+            earned = self._probing * seconds + (_SHARE_OF_GAINS * max(gain, 0.0) if any(step.lengths) else 0.0)
+            self._saved = min(self._saved + earned, _SAVED_STEPS * step.tables.plain)
             for i, one in enumerate(step.asked):
                 record, known = records.get(one.request), self._requests.get(one.request)
                 if record and known and step.lengths[i]:

@@ -148,7 +148,7 @@ class StepTimes:
             if len(self._raw) >= _MOST_TABLES:
                 self._raw.clear()
             even = [self._target.seconds(rows, context, batch) for rows in range(1, k + 2)]
-            verify = np.interp(np.arange(batch * k + 1) / batch, np.arange(k + 1), even)
+            verify = np.asarray(np.interp(np.arange(batch * k + 1) / batch, np.arange(k + 1), even), dtype=np.float64)
             draft = [self._draft.seconds(1, context, s) if self._draft and s else 0.0 for s in range(batch + 1)]
             later = np.array(draft)
             self._raw[key] = Tables(even[0], verify, later, later, 0.0)

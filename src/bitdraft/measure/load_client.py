@@ -66,8 +66,8 @@ async def recognise(http: httpx2.AsyncClient, url: str, model: str) -> Kind:
         info = await http.get("/info")
     except httpx2.HTTPError as error:
         raise UsageError(
-            f"no server answers at {url} ({type(error).__name__}: {error}). Expected an OpenAI-compatible server; start "
-            "it, or check host and port."
+            f"no server answers at {url} ({type(error).__name__}: {error}). Expected an OpenAI-compatible server; "
+            "start it, or check host and port."
         ) from None
     models = _object(listed).get("data")
     if listed.status_code != 200 or not isinstance(models, list) or not models:

@@ -21,7 +21,17 @@ import numpy as np
 
 from .load_config import LoadConfig
 from .load_run import Answer
-from .stats import DEGENERATE_BELOW, RESAMPLES, Estimate, Floats, Interval, combine, percentiles, ratio_of_sums, resample
+from .stats import (
+    DEGENERATE_BELOW,
+    RESAMPLES,
+    Estimate,
+    Floats,
+    Interval,
+    combine,
+    percentiles,
+    ratio_of_sums,
+    resample,
+)
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 _SHORTEST_JUDGED = 20  # output tokens below which repetition says nothing
@@ -100,7 +110,7 @@ def lines(config: LoadConfig, answers: Sequence[Answer], rng: np.random.Generato
 
 
 def _baseline(group: _Group, groups: Mapping[_Group, object]) -> _Group | None:
-    """Drafts are held against none on the same server; servers against the first one, none against none if it can be."""
+    """Drafts are held against none on the same server, and servers against the first one."""
     load, lengths, server, arm = group
     if arm == "speculative" and (load, lengths, server, "plain") in groups:
         return load, lengths, server, "plain"
@@ -222,7 +232,7 @@ def warnings(config: LoadConfig, found: Sequence[Line]) -> list[str]:
         if line.degenerate:
             said.append(
                 f"{name}: {line.degenerate} answers repeat themselves (distinct bigram ratio below "
-                f"{DEGENERATE_BELOW}). Drafts of a loop are accepted too easily; such answers do not count for acceptance."
+                f"{DEGENERATE_BELOW}). Drafts of a loop are accepted too easily; these do not count for acceptance."
             )
         if line.cached_share and line.cached_share > 0.05:
             said.append(f"{name}: {line.cached_share:.0%} of the prompt tokens were in the server's cache already.")

@@ -231,7 +231,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 520, 300, 56, 130, 18, 46
 
 def charts(summary: LoadSummary) -> list[str]:
     """Throughput and TTFT against the load, one drawing for each of them, lengths and kind of load."""
-    drawn = []
+    drawn: list[str] = []
     kinds: dict[tuple[str, str], list[Line]] = {}
     for each in summary.lines:
         if each.level and each.ttft:

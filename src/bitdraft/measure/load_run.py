@@ -1,8 +1,8 @@
 """Ask servers as a configuration says, and keep every answer as soon as it is there.
 
-A closed loop keeps so many requests open; an open loop makes them when they are due, whoever has not ended yet. What was
-measured is on disk before the next request is made, whole blocks are never measured twice, and half ones are measured
-again: how long an answer took depends on what else was open.
+A closed loop keeps so many requests open; an open loop makes them when they are due, whoever has not ended yet. Every
+answer is on disk as soon as it is there, whole blocks are never measured twice, and half ones are measured again: how
+long an answer took depends on what else was open.
 """
 
 import asyncio
@@ -132,7 +132,9 @@ def _name(block: Block) -> tuple[str, str, str, str, int]:
 def _check_same(about: Path, config: LoadConfig, resume: bool) -> None:
     before = from_json(LoadConfig, parse(about.read_text(encoding="utf-8"), str(about)), str(about))
     if not resume:
-        raise UsageError(f"{about.parent} holds a run already. Add --resume to go on with it, or choose another folder.")
+        raise UsageError(
+            f"{about.parent} holds a run already. Add --resume to go on with it, or choose another folder."
+        )
     then, now = to_json(before), json.loads(json.dumps(to_json(config)))
     different = [name for name in now if then[name] != now[name]]
     if different:
