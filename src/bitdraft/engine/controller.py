@@ -12,9 +12,9 @@ Letters: n sequences of a step, K drafted tokens of one of them.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
-
-import numpy as np
 
 from ..errors import UsageError
 from ..types import StepRecord
@@ -148,7 +148,7 @@ class _Decided:
         else:
             speeds = f"{plain:.3g} tokens/s expected, and fewer with drafts"
         accepted = "" if self.acceptance is None else f", conditional acceptance {self.acceptance:.2f} at position 1"
-        cost = float(self.tables.first[1]) / self.tables.plain
+        cost = self.tables.first[1] / self.tables.plain
         return (
             f"K = {low if low == high else f'{low} to {high}'} for {n} sequence{'s' if n > 1 else ''}: {speeds}"
             f"{accepted}, a drafted token costs {cost:.2f} of a plain step."
@@ -235,7 +235,7 @@ class MeasuredLengths:
 
     def _survival(self, one: Asked) -> list[float]:
         hazards = self.acceptance.hazards(one.request, one.domain, one.limit)
-        return np.cumprod(hazards).tolist() if hazards else []
+        return list(accumulate(hazards, mul))
 
     def _worthwhile(
         self,

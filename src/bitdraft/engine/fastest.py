@@ -13,8 +13,7 @@ Letters: n sequences of a step, K drafted tokens of one of them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from itertools import pairwise
 
 from .step_time import Tables
 
@@ -49,18 +48,35 @@ def fastest(survival: Sequence[Sequence[float]], tables: Tables) -> Choice:
     best = Choice((0,) * n, float(n), tables.plain)
     if not items:
         return best
-    chance, depth, owner = (np.array(column) for column in zip(*items, strict=True))
-    drafting = np.empty(len(items))
-    for j in range(int(depth.max()) + 1):
+    depth = max(j for _, j, _ in items)
+    least = min(after - before for before, after in pairwise(tables.verify))
+    for cap in range(depth, -1, -1) if n > 1 else (depth,):
+        best = max(best, _best_prefix(items, cap, tables, least, best), key=lambda choice: choice.rate)
+    return best
+
+
+def _best_prefix(
+    items: Sequence[tuple[float, int, int]], cap: int, tables: Tables, least: float, best: Choice
+) -> Choice:
+    """The best of taking the first so many items (minus chance, position, sequence) up to a position.
+
+    Stops where even the cheapest row more would bring fewer tokens a second than the best so far: chances only fall.
+    """
+    n = len(best.lengths)
+    rows, counts = [0] * (cap + 1), [0] * n
+    tokens, drafting, taken, rate = float(n), 0.0, 0, best.rate
+    for minus_chance, j, i in items:
+        if j > cap:
+            continue
+        if -minus_chance < rate * least:
+            break
         table = tables.later if j else tables.first
-        mine = np.flatnonzero(depth == j)
-        drafting[mine] = np.diff(table[: len(mine) + 1])  # the next row of this round
-    for cap in range(int(depth.max()), -1, -1) if n > 1 else (int(depth.max()),):
-        kept = depth <= cap
-        tokens = n - np.cumsum(chance[kept])
-        seconds = np.cumsum(drafting[kept]) + tables.verify[1 : len(tokens) + 1]
-        at = int(np.argmax(tokens / seconds))
-        if tokens[at] / seconds[at] > best.rate:
-            counts = np.bincount(owner[kept][: at + 1], minlength=n)
-            best = Choice(tuple(counts.tolist()), float(tokens[at]), float(seconds[at]))
+        drafting += table[rows[j] + 1] - table[rows[j]]
+        rows[j] += 1
+        counts[i] += 1
+        taken += 1
+        tokens -= minus_chance
+        seconds = drafting + tables.verify[taken]
+        if tokens > rate * seconds:
+            best, rate = Choice(tuple(counts), tokens, seconds), tokens / seconds
     return best

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .curve import StepCurve
 
@@ -27,7 +26,7 @@ _MOST_TABLES = 512
 _CONTEXT_STEP = 64
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tables:
     """Seconds of the parts of a step of S sequences at one context, corrections included.
 
@@ -40,20 +39,19 @@ class Tables:
     """
 
     plain: float
-    verify: NDArray[np.float64]
-    first: NDArray[np.float64]
-    later: NDArray[np.float64]
+    verify: Sequence[float]
+    first: Sequence[float]
+    later: Sequence[float]
     catch_up: float
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """A step with these draft lengths."""
-        drafting = self.drafting(lengths)
-        return drafting + float(self.verify[sum(lengths)])
+        return self.drafting(lengths) + self.verify[sum(lengths)]
 
     def drafting(self, lengths: Sequence[int]) -> float:
         """The draft's part: round after round, as many rows as still draft."""
         rounds = [sum(k >= j for k in lengths) for j in range(1, max(lengths, default=0) + 1)]
-        return sum(float((self.later if j else self.first)[rows]) for j, rows in enumerate(rounds))
+        return sum((self.later if j else self.first)[rows] for j, rows in enumerate(rounds))
 
 
 class _Ratio:
@@ -91,10 +89,10 @@ class StepTimes:
         """The times of steps of `batch` sequences, up to k drafted tokens each, with `context` tokens in each cache."""
         raw = self._curves(batch, context, k)
         plain, verify, draft = (self._ratio(part, batch) for part in ("plain", "verify", "draft"))
-        seconds = raw.verify * verify
-        seconds[0] = raw.plain * plain
-        first = raw.first * draft if self._draft else np.arange(batch + 1) * self._look_up
-        return Tables(raw.plain * plain, seconds, first, raw.later * draft, self._catch_up)
+        seconds = [raw.plain * plain, *(s * verify for s in raw.verify[1:])]
+        later = [s * draft for s in raw.later]
+        first = later if self._draft else [sequences * self._look_up for sequences in range(batch + 1)]
+        return Tables(seconds[0], seconds, first, later, self._catch_up)
 
     def observe_plain(self, batch: int, context: int, seconds: float) -> None:
         """A whole step in which nothing was drafted took so long."""
@@ -114,7 +112,7 @@ class StepTimes:
         batch = len(lengths)
         raw = self._curves(batch, context, max(lengths))
         if rest is not None:
-            self._add("verify", batch, rest, float(raw.verify[sum(lengths)]))
+            self._add("verify", batch, rest, raw.verify[sum(lengths)])
         if drafting is None:
             return
         if self._draft is None:
@@ -148,8 +146,7 @@ class StepTimes:
             if len(self._raw) >= _MOST_TABLES:
                 self._raw.clear()
             even = [self._target.seconds(rows, context, batch) for rows in range(1, k + 2)]
-            verify = np.asarray(np.interp(np.arange(batch * k + 1) / batch, np.arange(k + 1), even), dtype=np.float64)
+            verify = [*np.interp(np.arange(batch * k + 1) / batch, np.arange(k + 1), even).tolist()]
             draft = [self._draft.seconds(1, context, s) if self._draft and s else 0.0 for s in range(batch + 1)]
-            later = np.array(draft)
-            self._raw[key] = Tables(even[0], verify, later, later, 0.0)
+            self._raw[key] = Tables(even[0], verify, draft, draft, 0.0)
         return self._raw[key]
