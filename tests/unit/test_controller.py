@@ -130,7 +130,7 @@ costs = st.floats(0.01, 3)
     costs,
 )
 def test_no_other_lengths_are_faster(hazards, extra, constant, row):
-    """Against every choice of lengths. The target's cost is any rising one, the draft's a constant and so much a row."""
+    """Against every choice. The target's cost is any rising one, the draft's a constant and so much a row."""
     n = len(hazards)
     survival = [list(accumulate(h, mul)) for h in hazards]
     rounds = [0.0, *(constant + row * s for s in range(1, n + 1))]

@@ -131,7 +131,7 @@ def headline(summary: LoadSummary) -> str:
         return f"{_rate(best.throughput.value)} output tokens/s at most, at {best.load} with {best.lengths} tokens."
     ranked = sorted(compared, key=lambda each: each.speedup.value if each.speedup else 0.0)
     said = []
-    for each in dict.fromkeys((ranked[-1], ranked[0])):
+    for each in (ranked[-1], ranked[0])[: len(ranked)]:
         assert each.speedup
         said.append(
             f"{each.server} {each.arm} has {with_span(each.speedup, times)} the throughput of {each.against} at "
