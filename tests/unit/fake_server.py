@@ -26,7 +26,7 @@ class FakeServer:
     """
 
     owner: str = "bitdraft"
-    info: dict[str, Any] | None = field(default_factory=lambda: {"bitdraft": "0", "draft": "a draft"})
+    info: dict[str, Any] | None = field(default_factory=lambda: {"server": "bitdraft", "draft": "a draft"})
     chunk: int = 3
     delay: float = 0.002
     usage: bool = True

@@ -36,9 +36,9 @@ def bench_serve(
     trace_speed: Annotated[float, typer.Option(help="Replay the trace so many times as fast.")] = 1.0,
     requests: Annotated[int, typer.Option(help="Requests of each load and round; at least two for each place.")] = 8,
     rounds: Annotated[int, typer.Option(help="Times that each load is run; three or more give intervals.")] = 3,
-    compare: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Run bitdraft servers with drafts and without, in turn.")
-    ] = True,
+    no_compare: Annotated[
+        bool, typer.Option("--no-compare", help="Run servers as they are; else those that draft also without, in turn.")
+    ] = False,
     workload: Annotated[str, typer.Option(help="Where texts are from: a built-in workload or a file.")] = "chat-en",
     model: Annotated[str, typer.Option(help="Model to ask for; none: the server's first.")] = "",
     endpoint: Annotated[str, typer.Option(help="chat or completions.")] = "chat",
@@ -67,7 +67,7 @@ def bench_serve(
         trace_speed=trace_speed,
         requests=requests,
         rounds=rounds,
-        compare=compare,
+        compare=not no_compare,
         workload=workload,
         model=model,
         endpoint=cast(Literal["chat", "completions"], endpoint),

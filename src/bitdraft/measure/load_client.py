@@ -80,7 +80,7 @@ async def recognise(http: httpx2.AsyncClient, url: str, model: str) -> Kind:
         raise UsageError(f"{url} has no model {model!r}. It has {', '.join(names)}.")
     ours = _object(info) if info.status_code == 200 else {}
     owner = str(models[0].get("owned_by", "")).lower() if isinstance(models[0], dict) else ""
-    name = "bitdraft" if owner == "bitdraft" or "bitdraft" in ours else owner if owner in EXTRAS else "other"
+    name = "bitdraft" if ours.get("server") == "bitdraft" else owner if owner in EXTRAS else "other"
     return Kind(name, model or names[0], bool(ours.get("draft")), ours if name == "bitdraft" else {})
 
 
