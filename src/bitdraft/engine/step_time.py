@@ -5,8 +5,8 @@ with as many rows altogether: weights are read once and arithmetic goes by rows,
 sequence's keys and values cost does not depend on its rows. Contexts are averaged for the same reason.
 
 Curves are measured on an idle machine, once. So what steps really take is compared with them, in ratios for each size
-of batch (1, 2-3, 4-7, ...): of plain steps, of drafting, and of the target's part of speculative steps. The last is kept
-for each class of lengths as well (1, 2-3, 4-7, ...): a curve may be wrong about what rows cost.
+of batch (1, 2-3, 4-7, ...): of plain steps, of drafting, and of the target's part of speculative steps. The last one is
+kept for each class of lengths as well (1, 2-3, 4-7, ...): a curve may be wrong about what rows cost.
 
 Letters: S sequences, K drafted tokens of one of them.
 """

@@ -129,6 +129,6 @@ def _acceptance(figures: Figures, name: str | None) -> dict[str, tuple[float, ..
         return None
     found = {}
     for workload in figures.workloads:
-        hazards = (hazard.value for hazard in figures.cells[name, workload].hazards)
+        hazards = (round(hazard.value, 4) for hazard in figures.cells[name, workload].hazards)
         found[workload] = tuple(takewhile(isfinite, hazards))
     return found
