@@ -68,9 +68,12 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (off) or a positive count"),
             ("top_p", 0 < self.top_p <= 1, "a number above 0 and up to 1"),
             ("min_p", 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("typical_p", 0 < self.typical_p <= 1, "a number above 0 and up to 1"),
             ("repetition_penalty", self.repetition_penalty > 0, "a positive number (1 is off)"),
             ("presence_penalty", math.isfinite(self.presence_penalty), "a finite number"),
             ("frequency_penalty", math.isfinite(self.frequency_penalty), "a finite number"),
+            ("bad_words", all(self.bad_words), "sequences of at least one token id"),
+            ("allowed_ids", self.allowed_ids is None or len(self.allowed_ids) > 0, "at least one token id, or None"),
             ("seed", 0 <= self.seed < 2**64, "an integer from 0 to 2**64 - 1"),
             ("max_tokens", self.max_tokens >= 0, "a count of at least 0"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "a count from 0 to max_tokens"),
@@ -97,6 +100,32 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What a model's KV cache has room for.
+
+    Attributes:
+        size: tokens a block.
+        total: blocks in all.
+        free: blocks that hold nothing.
+        cached: blocks that only the prefix cache holds, which gives them up where they are wanted.
+    """
+
+    size: int
+    total: int
+    free: int
+    cached: int = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that a forward call can take."""
+        return self.free + self.cached
+
+    def needed(self, length: int, more: int) -> int:
+        """New blocks for `more` tokens after `length` that are held."""
+        return -(-(length + more) // self.size) - -(-length // self.size)
 
 
 @dataclass(frozen=True)

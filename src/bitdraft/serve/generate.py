@@ -127,7 +127,6 @@ def load(
         eos_ids=source.tokenizer.eos_ids,
         max_draft=config.draft_length,
         max_batch=1,
-        kv_tokens=context,
         on_record=records.append,
     )
     return Generator(engine, source.tokenizer, records)
