@@ -1,0 +1,150 @@
+"""The verb that serves a model: serve."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import UsageError
+from .app import app
+from .options import KV, MinConfidence, NoCache, Target, TargetFormat
+from .terminal import err, interruptible, progress_bars
+
+if TYPE_CHECKING:
+    from ..serve.start import ServeConfig
+
+
+@app.command(epilog="Example: bitdraft serve --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --port 8000")
+def serve(
+    target: Target,
+    draft: Annotated[
+        str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")
+    ] = None,
+    target_format: TargetFormat = "auto",
+    draft_format: Annotated[str, typer.Option(help="Format of the draft, likewise.")] = "auto",
+    kv: KV = None,
+    draft_kv: Annotated[str | None, typer.Option(help="Format of the draft's keys and values; none: as --kv.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv and --k.")
+    ] = None,
+    k: Annotated[
+        str, typer.Option("--k", help="Tokens drafted a step, at most; auto follows what is measured while serving.")
+    ] = "auto",
+    confidence: MinConfidence = 0.0,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    max_batch: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at once, at most.")] = 16,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and output; none: as model and memory allow.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="Memory for keys and values of both models, such as 2GB; none: from what is free.")
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get status 429.")] = 256,
+    max_body: Annotated[str, typer.Option(help="Longest body of a request.")] = "8MB",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish at SIGTERM.")] = 30,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="A name that clients may use for the model; may be repeated.")
+    ] = None,
+    generation_config: Annotated[
+        str, typer.Option(help="Sampling defaults: auto reads the model's generation_config.json, none does not.")
+    ] = "auto",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="BITDRAFT_API_KEY", help="What clients have to show; none asks for nothing.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Web origin whose pages may call the server; may be repeated.")
+    ] = None,
+    lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown fields instead of refusing them.")] = False,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its first token.")
+    ] = False,
+    no_vllm_metrics: Annotated[
+        bool, typer.Option("--no-vllm-metrics", help="Show speculation's counters under our own names only.")
+    ] = False,
+    no_cache: NoCache = False,
+) -> None:
+    """Serve a model to OpenAI's clients, with or without a draft: the answers are the same."""
+    from ..serve.memory import parse_size
+    from ..serve.start import ServeConfig
+
+    if generation_config not in ("auto", "none"):
+        raise UsageError(f"--generation-config is {generation_config!r}. Expected auto or none.")
+    if api_key == "":
+        raise UsageError("an empty --api-key. Expected a key, or no such option.")
+    config = ServeConfig(
+        target=target,
+        draft=draft,
+        target_format=target_format,
+        draft_format=draft_format,
+        kv=kv,
+        draft_kv=draft_kv or kv,
+        draft_length=_draft_length(k),
+        confidence=confidence,
+        max_batch=max_batch,
+        max_model_len=max_model_len,
+        kv_memory=parse_size(kv_memory) if kv_memory else None,
+        prefix_cache=not no_prefix_cache,
+        generation_config=generation_config == "auto",
+        names=tuple(served_model_name or ()),
+        lenient=lenient,
+        api_key=api_key,
+        origins=tuple(cors_origin or ()),
+        max_queue=max_queue,
+        max_body=parse_size(max_body),
+        timeout=timeout,
+        drain=drain,
+        vllm_metrics=not no_vllm_metrics,
+    )
+    with interruptible("Nothing was served yet."):
+        _run(_planned(config, plan), host, port, not no_cache)
+
+
+def _run(config: "ServeConfig", host: str, port: int, use_cache: bool) -> None:
+    from ..measure.workload import calibration_texts
+    from ..serve.guard import log_to
+    from ..serve.server import bind, serve
+    from ..serve.start import load_service, open_and_plan
+
+    with bind(host, port) as listening:
+        with progress_bars() as bars:
+            opened, plan = open_and_plan(config, bars, use_cache)
+        err.print("memory: " + ", ".join(f"{what} {size}" for what, size in plan.rows()), highlight=False)
+        plan.check()
+        with progress_bars() as bars:
+            service = load_service(config, opened, plan, calibration_texts(), bars)
+        address = listening.getsockname()
+        log_to()
+        serve(
+            service,
+            listening,
+            lambda: err.print(
+                f"serving {', '.join(service.settings.names)} at http://{address[0]}:{address[1]}",
+                highlight=False,
+                soft_wrap=True,
+            ),
+        )
+
+
+def _draft_length(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdecimal() or not 0 <= int(text) <= 64:
+        raise UsageError(f"--k is {text!r}. Expected auto, or a number of tokens from 0 to 64.")
+    return int(text)
+
+
+def _planned(config: "ServeConfig", path: Path | None) -> "ServeConfig":
+    """What a plan decided takes the place of the options it covers."""
+    if path is None:
+        return config
+    from ..measure.plan import Plan
+
+    plan = Plan.load(path)
+    planned = replace(config, target_format=plan.target_format, kv=plan.kv, draft_kv=plan.kv)
+    if plan.draft_format is None or plan.default_k == 0:
+        return replace(planned, draft=None)
+    length = plan.default_k if config.draft_length is None else config.draft_length
+    return replace(planned, draft=plan.draft, draft_format=plan.draft_format, draft_length=length)

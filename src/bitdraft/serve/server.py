@@ -1,0 +1,140 @@
+"""A loaded pair behind a port, until somebody asks it to stop."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import uvicorn
+
+from ..engine.engine import Engine
+from ..errors import UsageError
+from ..types import StepRecord
+from . import info
+from .app import Service, create_app
+from .load import Pair
+from .memory import MemoryPlan
+from .metrics import Metrics
+from .prepare import Model
+from .response_format import Compile
+from .settings import Settings
+from .worker import Worker, streams
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens; port 0 takes a free one.
+
+    Raises:
+        UsageError: the address is taken, or is none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=512)
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"--host {host} --port {port} cannot be listened on ({error}). Choose another port; 0 takes a free one."
+        ) from None
+
+
+def make_service(
+    pair: Pair,
+    plan: MemoryPlan,
+    settings: Settings,
+    *,
+    max_batch: int,
+    max_draft: int,
+    confidence: float,
+    compile_grammar: Compile,
+    prefix_cache: bool,
+) -> Service:
+    """An engine for a pair, under a worker, with all that serving takes.
+
+    Args:
+        pair: what runs.
+        plan: how its memory was planned.
+        settings: how to serve.
+        max_batch: requests that run at once.
+        max_draft: longest block.
+        confidence: of the draft's blocks, for `/info`.
+        compile_grammar: makes constraints.
+        prefix_cache: whether the pair was loaded with one, for `/info`.
+    """
+    records: list[StepRecord] = []
+    tokenizer = pair.opened.target.tokenizer
+    engine = Engine(
+        pair.target,
+        pair.drafter,
+        eos_ids=tokenizer.eos_ids,
+        max_draft=max_draft,
+        max_batch=max_batch,
+        randomness=streams,
+        on_record=records.append,
+    )
+    longest = max_draft if pair.drafter else 0
+    metrics = Metrics(vllm=settings.vllm_metrics)
+    worker = Worker(engine, records, metrics, perf_counter)
+    runs = info.Runs(max_batch, longest, confidence, lambda: f"K = {longest}: fixed.", prefix_cache)
+    fixed = info.describe(pair, plan, settings, runs)
+    return Service(
+        worker=worker,
+        model=Model(tokenizer, pair.target.vocab_size, pair.target.context_length, longest),
+        settings=settings,
+        metrics=metrics,
+        info=lambda: info.current(fixed, runs, worker.load, metrics.acceptance()),
+        compile_grammar=compile_grammar,
+        max_batch=max_batch,
+        clock=perf_counter,
+    )
+
+
+class _Server(uvicorn.Server):
+    """An HTTP server that stops in order at the first signal, and at once at the second."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for one in signals:
+            loop.add_signal_handler(one, self._stop)
+        try:
+            yield
+        finally:
+            for one in signals:
+                loop.remove_signal_handler(one)
+
+    def _stop(self) -> None:
+        service = self._service
+        if service.draining:
+            service.worker.cut()
+            return
+        service.draining = self.should_exit = True
+        asyncio.get_running_loop().call_later(service.settings.drain, service.worker.cut)
+
+
+def serve(service: Service, listening: socket.socket, announce: Callable[[], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C: running requests get `Settings.drain` seconds, then they are cut off.
+
+    Args:
+        service: what to serve.
+        listening: the socket.
+        announce: called when clients can come.
+    """
+    config = uvicorn.Config(
+        create_app(service, announce),
+        http="h11",
+        loop="asyncio",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=int(service.settings.drain) + 5,
+    )
+    asyncio.run(_Server(config, service).serve(sockets=[listening]))
