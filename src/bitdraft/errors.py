@@ -7,6 +7,7 @@
     │   └── PairError               this draft cannot speak for this target
     ├── ShapeError(ValueError)      an operation was handed tensors that do not fit together
     └── NumericsError               NaN or infinity where a number has to be
+        └── NothingLeftError        bans leave no token that can come out
 
 Every message says what was given, what was expected and what to do. The command line prints the message of any
 `BitdraftError` without a traceback and exits with code 2; our own broken invariants are `assert`s and do show one.
@@ -39,3 +40,7 @@ class ShapeError(BitdraftError, ValueError):
 
 class NumericsError(BitdraftError):
     """NaN or infinity where a number has to be."""
+
+
+class NothingLeftError(NumericsError):
+    """What bans tokens leaves none that can come out."""

@@ -90,6 +90,38 @@ def argmax_drafts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ModelDrafter, "propose", propose)
 
 
+def without_grammar(history: History) -> History:
+    return replace(history, constraint=None)
+
+
+def grammar_on_p_only(patch: pytest.MonkeyPatch) -> None:
+    honest = sampling.distribution
+    patch.setattr(
+        model,
+        "distribution",
+        lambda logits, params, history, ids: honest(logits, params, without_grammar(history), ids),
+    )
+
+
+def masked_after_the_draw(patch: pytest.MonkeyPatch) -> None:
+    """Draws without the grammar, and says that it drew from what the grammar left of the distribution."""
+    honest = ModelDrafter.propose
+
+    def propose(self: ModelDrafter, rows: Sequence[DraftRow]) -> Proposal:
+        proposal = honest(self, [replace(row, history=without_grammar(row.history)) for row in rows])
+        assert proposal.probs is not None
+        probs, constraint = proposal.probs.clone(), rows[0].history.constraint
+        for k, token in enumerate(proposal.tokens[0]):
+            assert constraint is not None
+            if constraint.allowed_V is not None and constraint.allowed_V.any():
+                probs[0, k] *= constraint.allowed_V
+                probs[0, k] /= probs[0, k].sum()
+            constraint = constraint.after(token)
+        return replace(proposal, probs=probs)
+
+    patch.setattr(ModelDrafter, "propose", propose)
+
+
 def without(**neutral: float) -> Plant:
     """The draft's distribution ignores some sampling parameters: honest, but not the target's rules."""
     honest = sampling.distribution
@@ -114,6 +146,17 @@ def penalty_once_per_block(patch: pytest.MonkeyPatch) -> None:
         return torch.cat([honest(row[None], [], params, history, ids) for row in logits])  # type: ignore[arg-type]
 
     patch.setattr(sampling, "target_distributions", frozen)
+
+
+def output_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Bad words are looked for inside the block only."""
+    honest = sampling.target_distributions
+
+    def forgetful(logits: Tensor, tokens: list[int], params: SamplingParams, history: History, ids: object) -> Tensor:
+        blank = replace(history, recent=(), table=replace(history.table, output=()))
+        return honest(logits, tokens, params, blank, ids)  # type: ignore[arg-type]
+
+    patch.setattr(sampling, "target_distributions", forgetful)
 
 
 def shift_min_tokens(by: int) -> Plant:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 from enumeration import law, total_variation
-from toy import EOS, Game, TableModel, Text, plain_law, random_table
+from toy import EOS, Automaton, Game, Table, TableModel, Text, plain_law, random_table
 
 from bitdraft.decoding.lookahead import Confidence, Fixed
 from bitdraft.decoding.protocols import Drafter, LookaheadPolicy
@@ -33,6 +33,7 @@ class Case:
 
     prompt: Text
     params: SamplingParams
+    constraint: Automaton | None = None
 
 
 def model(policy: LookaheadPolicy, context_length: int = 64) -> Drafter:
@@ -51,7 +52,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tuple[Text, ...]:
     """Run all requests at once; the outputs by request."""
     engine = Engine(
-        TableModel(TARGET, options.pop("context_length", 64)),
+        TableModel(options.pop("target", TARGET), options.pop("context_length", 64)),
         drafter,
         eos_ids=ENDING,
         max_draft=3,
@@ -61,27 +62,29 @@ def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tup
         **options,
     )
     for number, case in enumerate(cases):
-        engine.submit(Request(number, case.prompt, case.params))
+        engine.submit(Request(number, case.prompt, case.params, constraint=case.constraint))
     outputs: dict[int, Text] = dict.fromkeys(range(len(cases)), ())
     for emission in engine.run():
         outputs[emission.request] += emission.tokens
     return tuple(outputs.values())
 
 
-def expected(case: Case) -> dict[Text, float]:
+def expected(case: Case, target: Table = TARGET) -> dict[Text, float]:
     ending = frozenset(case.params.stop_ids) | (frozenset() if case.params.ignore_eos else ENDING)
-    return plain_law(Game(TARGET, NGramDrafter, case.params, ending_ids=ending, prompt=case.prompt))
+    prompt, constraint = case.prompt, case.constraint
+    return plain_law(Game(target, NGramDrafter, case.params, ending_ids=ending, prompt=prompt, constraint=constraint))
 
 
 def distance(cases: list[Case], make: Callable[[], Drafter | None], **options) -> float:
     """Largest total variation between a request's law and what it has to be, joint law included by independence."""
+    target = options.get("target", TARGET)
     joint = law(lambda branches: play(branches, cases, make(), **options))
     worst = 0.0
     for number, case in enumerate(cases):
         marginal: dict[Text, float] = {}
         for outputs, chance in joint.items():
             marginal[outputs[number]] = marginal.get(outputs[number], 0.0) + chance
-        worst = max(worst, total_variation(marginal, expected(case)))
+        worst = max(worst, total_variation(marginal, expected(case, target)))
     return worst
 
 
@@ -115,6 +118,20 @@ def test_without_a_drafter() -> None:
 )
 def test_every_kind_of_sampling(params: SamplingParams) -> None:
     assert distance([Case(LENGTHS, params)], DRAFTERS["model, fixed"]) <= TOLERANCE
+
+
+DENSE = random_table(1, allowed=lambda text: range(3))
+GRAMMAR = Automaton(({0: 1, 1: 2}, {0: 0, 1: 2, 2: 3}, {0: 1, 1: 1, 2: 3}, {}))
+"""Texts of 0 and 1 that may not end at the start, nor after every zero."""
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("drafter", ["model, fixed", "n-gram", "end of sequence everywhere"])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_grammar_and_bad_words(ignore_eos: bool, drafter: str, rule: str) -> None:
+    """The grammar ends the output, by the end of sequence or, where that is ignored, by itself (users-pain U45)."""
+    params = replace(SAMPLING, bad_words=((1, 1), (0, 0, 0)), min_tokens=2, ignore_eos=ignore_eos)
+    assert distance([Case(LENGTHS, params, GRAMMAR)], DRAFTERS[drafter], rule=rule, target=DENSE) <= TOLERANCE
 
 
 def test_a_batch_of_different_requests() -> None:
@@ -218,6 +235,20 @@ def penalties_fed_once_a_block(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sequence_module.Sequence, "append", append)
 
 
+def grammar_moved_by_drafts(patch: pytest.MonkeyPatch) -> None:
+    """What was drafted and rejected moves the grammar of the committed text."""
+    real = engine_module.verifiable
+
+    def verifiable(logits, drafted, params, history, ending_ids):
+        verdict, constraint = real(logits, drafted, params, history, ending_ids), history.constraint
+        for token in drafted if constraint else ():
+            constraint = constraint.after(token)
+        object.__setattr__(history, "constraint", constraint)
+        return verdict
+
+    patch.setattr(engine_module, "verifiable", verifiable)
+
+
 def wrong_rows_of_logits(patch: pytest.MonkeyPatch) -> None:
     real = engine_module.verifiable
 
@@ -239,6 +270,7 @@ FAULTS = [
     first_draft_taken_on_trust,
     one_token_too_many,
     penalties_fed_once_a_block,
+    grammar_moved_by_drafts,
     wrong_rows_of_logits,
     neighbours_swapped,
 ]
@@ -249,8 +281,11 @@ def test_a_planted_fault_shows(plant: Callable[[pytest.MonkeyPatch], None], monk
     alone = [Case(LENGTHS, replace(SAMPLING, frequency_penalty=0.9, max_tokens=3))]
     pair = [Case(LENGTHS, replace(SAMPLING, max_tokens=2)), Case((1, 1), replace(SAMPLING, max_tokens=2))]
 
+    bound = [Case(LENGTHS, replace(SAMPLING, max_tokens=3), GRAMMAR)]
+
     def check() -> float:
-        return max(distance(cases, DRAFTERS["model, fixed"]) for cases in (pair, alone))
+        worst = max(distance(cases, DRAFTERS["model, fixed"]) for cases in (pair, alone))
+        return max(worst, distance(bound, DRAFTERS["model, fixed"], target=DENSE))
 
     assert check() <= TOLERANCE
     plant(monkeypatch)

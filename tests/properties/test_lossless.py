@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import (
     EOS,
+    Automaton,
     Game,
     Table,
     constant_table,
@@ -47,7 +48,16 @@ class Filter:
 
     params: SamplingParams
     ending_ids: frozenset[int] = frozenset()
+    moves: tuple[dict[int, int], ...] = ()
 
+    @property
+    def bans(self) -> bool:
+        return bool(self.params.bad_words or self.params.allowed_ids or self.moves)
+
+
+ENDLESS = ({0: 1, 1: 0}, {1: 2, 2: 0}, {0: 1, 1: 2, 2: 0})
+WITH_AN_END = ({0: 1, 1: 2}, {1: 2, 2: 3}, {0: 4, 2: 3}, {}, {2: 3})
+"""After (0, 1, 0) and (1, 0) nothing but the end is allowed, and after the end nothing."""
 
 FILTERS = {
     "plain": Filter(SamplingParams()),
@@ -63,12 +73,23 @@ FILTERS = {
     "frequency": Filter(SamplingParams(frequency_penalty=-0.6)),
     "bias": Filter(SamplingParams(logit_bias={0: -1.3, 1: 0.4})),
     "min tokens": Filter(SamplingParams(min_tokens=2, max_tokens=3), ENDING),
+    "typical": Filter(SamplingParams(typical_p=0.5)),
+    "bad words": Filter(SamplingParams(bad_words=((0, 1), (1, 1, 0), (2,)))),
+    "allowed ids": Filter(SamplingParams(allowed_ids=frozenset({0, 2}))),
+    "grammar": Filter(SamplingParams(), moves=ENDLESS),
+    "grammar, may end": Filter(SamplingParams(min_tokens=3), ENDING, WITH_AN_END),
+    "grammar, the end is silent": Filter(SamplingParams(), moves=WITH_AN_END),
+    "grammar, temperature 0": Filter(SamplingParams(temperature=0), moves=ENDLESS),
+    "typical, bad words and grammar": Filter(
+        SamplingParams(temperature=1.5, top_k=2, typical_p=0.6, bad_words=((1, 1), (0, 2))), moves=ENDLESS
+    ),
     "all": Filter(
         SamplingParams(
             temperature=0.8,
             top_k=3,
             top_p=0.95,
             min_p=0.05,
+            typical_p=0.9,
             repetition_penalty=1.2,
             presence_penalty=0.3,
             frequency_penalty=0.2,
@@ -105,6 +126,10 @@ def make_game(
         draft = target
     elif drafter == "disjoint":
         target, draft = split_tables(9)
+    if setting.bans:  # the bans exclude enough; and where a draft knows one token only, they leave it nothing
+        narrow = drafter == "disjoint"
+        target = random_table(7, vocab_size, lambda text: range(vocab_size))
+        draft = target if drafter == "equal" else random_table(8, vocab_size, lambda text: range(1 if narrow else 3))
     makers = {"n-gram": lambda: NGramDrafter(2, 1), "end everywhere": lambda: always(EOS)}
     return Game(
         target,
@@ -113,6 +138,7 @@ def make_game(
         rule=rule,
         max_draft=policy.limit,
         ending_ids=setting.ending_ids,
+        constraint=Automaton(setting.moves, vocab_size) if setting.moves else None,
     )
 
 
@@ -152,7 +178,7 @@ def test_longer_blocks_are_lossless(combination: tuple[str, str, Rule, str]) -> 
 
 @pytest.mark.parametrize("drafter", ["other", "n-gram"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("filter_name", ["plain", "top-p", "repetition", "min tokens"])
+@pytest.mark.parametrize("filter_name", ["plain", "top-p", "repetition", "min tokens", "bad words", "grammar"])
 def test_a_larger_vocabulary_is_lossless(filter_name: str, rule: Rule, drafter: str) -> None:
     checks.lossless(make_game(rule, drafter, FILTERS[filter_name], Fixed(2), vocab_size=4))
 
@@ -203,7 +229,7 @@ def test_two_requests_of_a_batch_are_independent() -> None:
 @pytest.mark.parametrize("filter_name", [name for name in FILTERS if "end" not in name])
 @pytest.mark.parametrize("rule", RULES)
 def test_an_equal_draft_is_always_accepted(filter_name: str, rule: Rule) -> None:
-    setting = Filter(replace(FILTERS[filter_name].params, min_tokens=0))
+    setting = replace(FILTERS[filter_name], params=replace(FILTERS[filter_name].params, min_tokens=0))
     checks.equal_draft_is_accepted(make_game(rule, "equal", setting, Fixed(2)))
 
 

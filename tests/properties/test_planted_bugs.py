@@ -18,14 +18,17 @@ from planted import (
     drop_unsure,
     first_failure,
     free_token_from_q,
+    grammar_on_p_only,
     half_precision_ratio,
     highest_id_on_ties,
     in_verify,
     inverse_ratio,
     last_row_always,
     last_success,
+    masked_after_the_draw,
     named_by,
     ones_for_point_masses,
+    output_forgotten,
     overlap_everywhere,
     penalty_once_per_block,
     raw_q,
@@ -47,7 +50,7 @@ from planted import (
     z_with_the_weight_before,
     z_without_weight,
 )
-from toy import EOS, Game, constant_table, model_drafter, play_block, random_table
+from toy import EOS, Automaton, Game, constant_table, model_drafter, play_block, random_table
 
 from bitdraft.decoding.lookahead import Confidence, Fixed
 from bitdraft.decoding.protocols import LookaheadPolicy
@@ -82,6 +85,10 @@ NUCLEUS = game(replace(PLAIN, top_p=0.6))
 WARM = game(replace(PLAIN, temperature=0.5))
 PENALTY = game(replace(PLAIN, presence_penalty=0.8, repetition_penalty=1.7))
 MIN_TOKENS = game(replace(PLAIN, min_tokens=2), ending_ids=frozenset({EOS}))
+DENSE = random_table(7, allowed=lambda text: range(3))
+GRAMMAR = replace(BASIC, target=DENSE, constraint=Automaton(({0: 1, 1: 0}, {1: 2, 2: 0}, {0: 1, 1: 2, 2: 0})))
+BAD_WORDS = replace(game(replace(PLAIN, bad_words=((0, 1), (1, 1, 0), (2,)))), target=DENSE)
+TYPICAL = game(replace(PLAIN, typical_p=0.5))
 UNSURE = game(policy=Confidence(2, 0.4))
 
 
@@ -122,6 +129,12 @@ BUGS = [
     Bug("penalties on p only", without(presence_penalty=0.0, repetition_penalty=1.0), equal_is_accepted(PENALTY)),
     Bug("temperature on p only", without(temperature=1.0), equal_is_accepted(WARM)),
     Bug("top-p on p only", without(top_p=1.0), equal_is_accepted(NUCLEUS)),
+    Bug("typical on p only", without(typical_p=1.0), equal_is_accepted(TYPICAL)),
+    Bug("grammar on p only", grammar_on_p_only, equal_is_accepted(GRAMMAR)),
+    Bug("drafted without the grammar, q masked afterwards", masked_after_the_draw, lossless(GRAMMAR)),
+    Bug("grammar moved once per block", penalty_once_per_block, lossless(GRAMMAR)),
+    Bug("bad words looked for once per block", penalty_once_per_block, lossless(BAD_WORDS)),
+    Bug("bad word completed across a block border", output_forgotten, lossless(BAD_WORDS)),
     Bug("penalty fed once per block", penalty_once_per_block, lossless(PENALTY)),
     Bug("min_tokens one row too many", shift_min_tokens(-1), lossless(MIN_TOKENS)),
     Bug("min_tokens one row too few", shift_min_tokens(1), lossless(MIN_TOKENS)),

@@ -6,8 +6,8 @@ target, draft, sampling parameters, draft length, rule. `plain_law` is what the 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import fsum, inf
 
@@ -17,6 +17,7 @@ from enumeration import law
 from torch import Tensor
 
 from bitdraft.decoding import sampling, verify
+from bitdraft.decoding.constraint import Constraint
 from bitdraft.decoding.protocols import Drafter, DraftRow, LookaheadPolicy, Randomness
 from bitdraft.decoding.sampling import History
 from bitdraft.drafters.model import ModelDrafter
@@ -67,6 +68,24 @@ def split_tables(seed: int) -> tuple[Table, Table]:
     )
 
 
+@dataclass(frozen=True)
+class Automaton:
+    """A grammar: `moves[state]` leads from each allowed token to a state. State None allows all."""
+
+    moves: tuple[Mapping[int, int], ...]
+    vocab_size: int = 3
+    state: int | None = 0
+
+    @property
+    def allowed_V(self) -> Tensor | None:
+        if self.state is None:
+            return None
+        return torch.tensor([token in self.moves[self.state] for token in range(self.vocab_size)])
+
+    def after(self, token: int) -> "Automaton":
+        return self if self.state is None else replace(self, state=self.moves[self.state].get(token))
+
+
 class TableModel:
     """A table as a `LanguageModel`, with texts for caches."""
 
@@ -105,6 +124,7 @@ class Game:
         ending_ids: tokens that end the output.
         prompt: the text before the output.
         overshoot: also draft past the end of the output and cut there.
+        constraint: the grammar of the output.
     """
 
     target: Table
@@ -115,6 +135,7 @@ class Game:
     ending_ids: frozenset[int] = frozenset()
     prompt: Text = (0, 1, 0)
     overshoot: bool = False
+    constraint: Constraint | None = None
 
     def p(self, output: Text) -> Tensor:
         """The target's distribution after `output`, made from the whole text at once."""
@@ -122,13 +143,14 @@ class Game:
         return sampling.distribution(logits, self.params, self.history(output), self.ending_ids)
 
     def history(self, output: Text) -> History:
-        history = History.after_prompt(self.prompt)
+        history = History.after_prompt(self.prompt, self.constraint)
         for token in output:
             history = history.extended(token)
         return history
 
     def ended(self, output: Text) -> bool:
-        return len(output) >= self.params.max_tokens or (bool(output) and output[-1] in self.ending_ids)
+        ended = bool(output) and (output[-1] in self.ending_ids or self.history(output).ended)
+        return ended or len(output) >= self.params.max_tokens
 
     def row(self, output: Text, randomness: Randomness, request: int = 0) -> DraftRow:
         room = self.params.max_tokens - len(output) - 1

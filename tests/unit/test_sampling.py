@@ -1,7 +1,7 @@
 """Logits to distribution, against a second implementation that sorts, and by hand."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitdraft.decoding.sampling import History, distribution, greedy_tokens, target_distributions
-from bitdraft.errors import NumericsError, ShapeError, UsageError
+from bitdraft.decoding.sampling import History, distribution, greedy_tokens, target_distributions, verifiable
+from bitdraft.errors import NothingLeftError, NumericsError, ShapeError, UsageError
 from bitdraft.types import SamplingParams
 
 START = History.after_prompt((0,))
@@ -29,6 +29,13 @@ def of(*logits: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.tensor(logits, dtype=dtype)
 
 
+def banned(params: SamplingParams, output: list[int]) -> set[int]:
+    """Ids that would complete a bad word, or are not allowed."""
+    fitting = [word for word in params.bad_words if len(word) <= len(output) + 1]
+    ends = {word[-1] for word in fitting if tuple(output[len(output) + 1 - len(word) :]) == word[:-1]}
+    return ends | (set(range(6)) - params.allowed_ids if params.allowed_ids is not None else set())
+
+
 def reference(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], ending: set[int]
 ) -> np.ndarray:
@@ -44,6 +51,7 @@ def reference(
         values[token] += bias
     if len(output) < params.min_tokens:
         values = [-math.inf if token in ending else value for token, value in enumerate(values)]
+    values = [-math.inf if token in banned(params, output) else value for token, value in enumerate(values)]
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
     if params.temperature == 0:
         return np.eye(len(values))[order[0]]
@@ -56,6 +64,14 @@ def reference(
             mass += weights[token]
     kept = [token for token in nucleus if weights[token] >= params.min_p * (1 - 1e-13)]
     total = sum(weights[token] for token in kept)
+    surprise = {token: -math.log(weights[token] / total) for token in kept if weights[token] > 0}
+    entropy = sum(weights[token] / total * value for token, value in surprise.items())
+    mass, typical = 0.0, []
+    for token in sorted(surprise, key=lambda token: (abs(surprise[token] - entropy), token)):
+        if params.typical_p == 1 or mass < params.typical_p * total - 1e-13:
+            typical.append(token)
+            mass += weights[token]
+    kept, total = typical, sum(weights[token] for token in typical)
     return np.array([weights[token] / total if token in kept else 0.0 for token in range(len(values))])
 
 
@@ -70,6 +86,9 @@ all_params = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.5, -0.5]),
     frequency_penalty=st.sampled_from([0.0, 0.25, -0.25]),
     logit_bias=st.dictionaries(tokens, st.sampled_from([-2.0, 0.5, 1.0]), max_size=2),
+    typical_p=st.sampled_from([0.22, 0.71, 1.0]),
+    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    allowed_ids=st.none() | st.frozensets(tokens, min_size=2),
     min_tokens=st.integers(0, 4),
 )
 levels = st.sampled_from([-math.inf, -1.5, -1.0, 0.0, 0.25, 1.0, 1.75])
@@ -86,9 +105,9 @@ levels = st.sampled_from([-math.inf, -1.5, -1.0, 0.0, 0.25, 1.0, 1.75])
 def test_agrees_with_the_definitions(
     logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], ending: set[int]
 ) -> None:
-    banned = ending if len(output) < params.min_tokens else set()
-    if all(value == -math.inf or token in banned for token, value in enumerate(logits)):
-        with pytest.raises(NumericsError):
+    out = banned(params, output) | (ending if len(output) < params.min_tokens else set())
+    if all(value == -math.inf or token in out for token, value in enumerate(logits)):
+        with pytest.raises(NothingLeftError):
             distribution(of(*logits), params, history_of(prompt, output), ending)
         return
     probs = distribution(of(*logits), params, history_of(prompt, output), ending)
@@ -137,6 +156,104 @@ def test_top_p_counts_the_mass_that_top_k_left() -> None:
 def test_min_p_is_relative_to_the_likeliest() -> None:
     probs = distribution(of(0.5, 0.3, 0.2).log(), SamplingParams(min_p=0.5), START)
     assert probs.tolist() == pytest.approx([0.625, 0.375, 0])
+
+
+def test_typical_keeps_what_is_closest_to_the_entropy() -> None:
+    """0.4, 0.3, 0.3: surprises 0.916, 1.204, 1.204 around an entropy of 1.089: the likeliest token is not typical."""
+    logits = of(0.4, 0.3, 0.3).log()
+    assert distribution(logits, SamplingParams(typical_p=0.29), START).tolist() == [0, 1, 0]
+    assert distribution(logits, SamplingParams(typical_p=0.59), START).tolist() == pytest.approx([0, 0.5, 0.5])
+    assert distribution(logits, SamplingParams(typical_p=0.61), START).tolist() == pytest.approx([0.4, 0.3, 0.3])
+
+
+@pytest.mark.parametrize("params", [SamplingParams(typical_p=0.2), SamplingParams(typical_p=0.9, top_p=0.95)])
+def test_typical_agrees_with_transformers(params: SamplingParams) -> None:
+    """After top-p, where a large vocabulary needs more than the prefix that is sorted first."""
+    from transformers import TopPLogitsWarper, TypicalLogitsWarper
+
+    logits = torch.randn(20_000, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    theirs = TopPLogitsWarper(params.top_p)(torch.tensor([[0]]), logits[None].clone())
+    theirs = TypicalLogitsWarper(params.typical_p)(torch.tensor([[0]]), theirs)
+    assert torch.allclose(distribution(logits, params, START), torch.softmax(theirs[0], 0), rtol=0, atol=1e-12)
+
+
+def test_a_bad_word_is_banned_where_it_would_be_complete() -> None:
+    """In the output only: what the prompt began may be ended. Also over the place where the table is made anew."""
+    params = SamplingParams(bad_words=((1, 2, 3), (4,)))
+    for prompt, output, out in (([1, 2], [], {4}), ([1], [2], {4}), ([0], [1, 2], {3, 4}), ([0], [2, 1], {4})):
+        probs = distribution(torch.zeros(5), params, history_of(prompt, output))
+        assert {token for token in range(5) if probs[token] == 0} == out
+    for length in range(29, 36):
+        probs = distribution(torch.zeros(5), params, history_of([0], [0] * length + [1, 2]))
+        assert probs[3] == 0
+    word = (*[0] * 69, 1)
+    assert distribution(torch.zeros(5), SamplingParams(bad_words=(word,)), history_of([0], [0] * 69))[1] == 0
+    assert distribution(torch.zeros(5), SamplingParams(bad_words=(word,)), history_of([0], [0] * 68))[1] > 0
+
+
+@pytest.mark.parametrize("change", [{"bad_words": ((9,),)}, {"allowed_ids": frozenset({0, 9})}, {"logit_bias": {9: 1}}])
+def test_ids_outside_the_vocabulary_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(change))} has ids .* to 9. Expected ids from 0 to 2"):
+        distribution(of(0, 0, 0), SamplingParams(**change), START)
+
+
+@pytest.mark.parametrize("change", [{"typical_p": 0.0}, {"bad_words": ((),)}, {"allowed_ids": frozenset()}])
+def test_what_cannot_be_meant_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"{next(iter(change))} is .* Expected"):
+        SamplingParams(**change)
+
+
+@dataclass(frozen=True)
+class Only:
+    """A grammar of token sets, one for each position; behind the last one, and after a wrong token, all are allowed."""
+
+    sets: tuple[frozenset[int], ...]
+    vocab_size: int = 3
+
+    @property
+    def allowed_V(self) -> torch.Tensor | None:
+        if not self.sets:
+            return None
+        return torch.tensor([token in self.sets[0] for token in range(self.vocab_size)])
+
+    def after(self, token: int) -> "Only":
+        return replace(self, sets=self.sets[1:] if self.sets and token in self.sets[0] else ())
+
+
+def only(*sets: set[int]) -> History:
+    return History.after_prompt((0,), Only(tuple(map(frozenset, sets))))
+
+
+def test_a_grammar_moves_with_every_position_of_a_block() -> None:
+    logits = torch.zeros(4, 3)
+    probs = target_distributions(logits, [0, 1, 2], PLAIN, only({0}, {1}, {2}))
+    assert probs.tolist()[:3] == [[1, 0, 0], [0, 1, 0], [0, 0, 1]]
+    assert greedy_tokens(logits, [0, 1, 2], SamplingParams(temperature=0), only({0}, {1}, {2}))[:3] == (0, 1, 2)
+
+
+def test_min_tokens_gives_way_where_a_grammar_only_allows_the_end() -> None:
+    params = SamplingParams(min_tokens=3)
+    assert distribution(torch.zeros(3), params, only({1, 2}), {2}).tolist() == [0, 1, 0]
+    assert distribution(torch.zeros(3), params, only({2}), {2}).tolist() == [0, 0, 1]
+    with pytest.raises(NothingLeftError, match="a grammar"):
+        distribution(torch.zeros(3), SamplingParams(allowed_ids=frozenset({0})), only({2}), {2})
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_bans_that_leave_nothing_are_no_error_where_nobody_comes(temperature: float) -> None:
+    """Token 1 is not allowed, so what the grammar wants after it is of no importance; nor is what follows the end."""
+    params = SamplingParams(temperature=temperature, allowed_ids=frozenset({0}))
+    history = only({0, 1}, {2}, {2})
+    for draft in ([1], [1, 2], [1, 0]):
+        verifiable(torch.zeros(len(draft) + 1, 3), draft, params, history)
+    verifiable(torch.zeros(3, 3), [0, 0], params, only({0}, set()))
+    with pytest.raises(NothingLeftError):
+        verifiable(torch.zeros(2, 3), [0], params, history)
+
+
+def test_a_grammar_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"mask is \[3\] for logits \[4\]"):
+        distribution(torch.zeros(4), PLAIN, only({1}))
 
 
 def test_repetition_counts_the_prompt_and_the_others_do_not() -> None:
@@ -228,7 +345,10 @@ def test_every_position_of_a_block_has_its_own_history() -> None:
     assert (block[2:, 5] > 0).all()
 
 
-@pytest.mark.parametrize("change", [{}, {"presence_penalty": 2.0}, {"logit_bias": {4: 3.0}}, {"min_tokens": 3}])
+BANS = {"allowed_ids": frozenset({0, 1, 3, 4, 5}), "bad_words": ((4, 3), (0,))}
+
+
+@pytest.mark.parametrize("change", [{}, {"presence_penalty": 2.0}, {"logit_bias": {4: 3.0}}, {"min_tokens": 3}, BANS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_greedy_tokens_are_where_the_point_masses_are(change: dict[str, Any], dtype: torch.dtype) -> None:
     """With ties: logits rounded to halves. What is no number is named by its place in the output."""

@@ -1,37 +1,49 @@
 """From logits to the distribution that a token is drawn from, for the target's p and the draft's q alike.
 
-The order of the filters is fixed: penalties, logit bias, the ban of ending ids before `min_tokens`, temperature, top-k,
-top-p, min-p, and the sum brought back to 1. What a penalty sees is the text before the position, drafted tokens
-included, so one call makes one position and `History` moves on token by token.
+The order is fixed:
 
-Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen, N likeliest tokens.
+1. repetition, presence and frequency penalties;
+2. logit bias;
+3. bans: tokens outside `allowed_ids`, tokens that would complete one of `bad_words`, tokens that the grammar does not
+   allow, and ending ids before `min_tokens` (with a grammar, only while something else is left);
+4. temperature;
+5. top-k, top-p, min-p, typical, each on what the one before left (the order of transformers' `generate`);
+6. the sum brought back to 1.
+
+What penalties and bans see is the text before the position, drafted tokens included, so one call makes one position and
+`History` moves on token by token.
+
+Shape suffixes: V vocabulary, K drafted tokens, D distinct tokens seen.
 """
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..errors import NumericsError, ShapeError, UsageError
+from ..errors import NothingLeftError, NumericsError, ShapeError, UsageError
 from ..types import SamplingParams
+from .constraint import Constraint
+from .filters import filtered
+
+_Decision = TypeVar("_Decision")
 
 _RECENT = 32
 """Tokens that a history carries beside its table before the table is made anew."""
 
-_PREFIX = 1024
-"""Likeliest tokens that top-p sorts first. Most nuclei are far smaller than a vocabulary of 150 000."""
-
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """How often each token of the prompt and the output occurs in the output; 0 for prompt only. Never changed."""
+    """The output up to some position, and how often each of its tokens and the prompt's occurs in it. Never changed."""
 
     counts: Mapping[int, int]
+    output: tuple[int, ...] = ()
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -51,23 +63,39 @@ class History:
         table: counts up to some earlier position.
         recent: output tokens since then.
         output_length: output tokens so far: the index, from 0, of the output token to be decided.
+        constraint: the grammar after this text; None for any text.
     """
 
     table: _Table
     recent: tuple[int, ...]
     output_length: int
+    constraint: Constraint | None = None
 
     @classmethod
-    def after_prompt(cls, prompt: Iterable[int]) -> "History":
-        """The history of the first output token."""
-        return cls(_Table(dict.fromkeys(prompt, 0)), (), 0)
+    def after_prompt(cls, prompt: Iterable[int], constraint: Constraint | None = None) -> "History":
+        """The history of the first output token, of an output that follows `constraint`."""
+        return cls(_Table(dict.fromkeys(prompt, 0)), (), 0, constraint)
 
     def extended(self, token: int) -> "History":
         """The history after one more output token."""
-        recent = (*self.recent, token)
-        if len(recent) < _RECENT:
-            return History(self.table, recent, self.output_length + 1)
-        return History(_Table({**self.table.counts, **self._recount(recent)}), (), self.output_length + 1)
+        table, recent = self.table, (*self.recent, token)
+        if len(recent) == _RECENT:
+            table, recent = _Table({**table.counts, **self._recount(recent)}, table.output + recent), ()
+        constraint = None if self.constraint is None else self.constraint.after(token)
+        return History(table, recent, self.output_length + 1, constraint)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the grammar allows nothing more, not even an end: the output is complete as it is."""
+        allowed_V = None if self.constraint is None else self.constraint.allowed_V
+        return allowed_V is not None and not bool(allowed_V.any())
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the output, without the prompt, ends with these tokens."""
+        missing = len(tokens) - len(self.recent)
+        if missing <= 0:
+            return self.recent[-len(tokens) :] == tuple(tokens) if tokens else True
+        return self.table.output[-missing:] + self.recent == tuple(tokens)
 
     def tables(self) -> list[tuple[Tensor, Tensor]]:
         """Pairs of ids and their counts in the output, int64. Where two pairs hold an id, the later one is right."""
@@ -100,8 +128,8 @@ def distribution(
 
     Temperature 0 is a point mass on the largest logit, the lowest id on ties. Where top-k or top-p has to choose
     between equal logits, the lower ids stay. Sources: top-k, Fan et al. 1805.04833; top-p, Holtzman et al. 1904.09751;
-    min-p, Nguyen et al. 2407.01082; repetition penalty, Keskar et al. 1909.05858, section 4.1, for negative logits
-    multiplied instead of divided.
+    min-p, Nguyen et al. 2407.01082; typical, Meister et al. 2202.00666; repetition penalty, Keskar et al. 1909.05858,
+    section 4.1, for negative logits multiplied instead of divided.
 
     Args:
         logits_V: [V] float32 or float64. Minus infinity marks tokens that can never come out.
@@ -114,8 +142,9 @@ def distribution(
         [V] in the dtype of the logits, summing to 1.
 
     Raises:
-        NumericsError: NaN or plus infinity among the logits, or no token left that can come out.
-        UsageError: a logit bias for an id outside the vocabulary.
+        NumericsError: NaN or plus infinity among the logits, or (`NothingLeftError`) no token that can come out.
+        UsageError: a logit bias, a bad word or an allowed id outside the vocabulary.
+        ShapeError: logits of another shape or dtype, or a grammar for another vocabulary.
     """
     adjusted_V, peak = _adjusted(logits_V, params, history, ending_ids)
     if params.temperature == 0:
@@ -124,7 +153,7 @@ def distribution(
         return probs_V
     # The peak becomes 0 before the division, so no temperature, however small, makes an infinity out of it.
     scaled_V = (adjusted_V - peak) / max(params.temperature, torch.finfo(adjusted_V.dtype).tiny)
-    return _filtered(scaled_V, params)
+    return filtered(scaled_V, params)
 
 
 def greedy_tokens(
@@ -141,10 +170,11 @@ def greedy_tokens(
     assert params.temperature == 0
     _check_rows(logits, draft_tokens)
     if _changes_logits(params, history):
-        return tuple(
-            int(torch.argmax(_adjusted(logits_V, params, before, ending_ids)[0]))
-            for logits_V, before in zip(logits, _histories(history, draft_tokens), strict=True)
-        )
+
+        def decide(logits_V: Tensor, params: SamplingParams, before: History) -> int:
+            return int(torch.argmax(_adjusted(logits_V, params, before, ending_ids)[0]))
+
+        return tuple(_along_block(logits, draft_tokens, params, history, decide, int.__eq__))
     places, peaks = ops.top(logits)
     for i, peak in enumerate(peaks):
         _check_peak(peak, history.output_length + i)
@@ -174,10 +204,14 @@ def target_distributions(
         NumericsError, UsageError: see `distribution`.
     """
     _check_rows(logits, draft_tokens)
-    probs = torch.empty_like(logits)
-    for i, before in enumerate(_histories(history, draft_tokens)):
-        probs[i] = distribution(logits[i], params, before, ending_ids)
-    return probs
+
+    def decide(logits_V: Tensor, params: SamplingParams, before: History) -> Tensor:
+        return distribution(logits_V, params, before, ending_ids)
+
+    def possible(probs_V: Tensor, token: int) -> bool:
+        return bool(probs_V[token] > 0)
+
+    return torch.stack(_along_block(logits, draft_tokens, params, history, decide, possible))
 
 
 def verifiable(
@@ -201,18 +235,39 @@ def _check_rows(logits: Tensor, draft_tokens: Sequence[int]) -> None:
         raise ShapeError(f"logits are {list(logits.shape)} for {len(draft_tokens)} drafted tokens. Expected [K+1, V].")
 
 
-def _histories(history: History, tokens: Sequence[int]) -> Iterator[History]:
-    """The text before each position of a block, and before the one after it."""
-    yield history
-    for token in tokens:
-        history = history.extended(token)
-        yield history
+def _along_block(
+    logits: Tensor,
+    draft_tokens: Sequence[int],
+    params: SamplingParams,
+    history: History,
+    decide: Callable[[Tensor, SamplingParams, History], _Decision],
+    possible: Callable[[_Decision, int], bool],
+) -> list[_Decision]:
+    """What `decide` says at each position of a block and after it, each with its own history.
+
+    What follows a drafted token that cannot come out is never reached. The bans end there: together they may leave
+    nothing, which is no error where plain decoding never comes.
+    """
+    decisions: list[_Decision] = []
+    for i, logits_V in enumerate(logits):
+        if i > 0:
+            history = history.extended(draft_tokens[i - 1])
+            if _has_bans(params, history) and not possible(decisions[-1], draft_tokens[i - 1]):
+                params = replace(params, min_tokens=0, bad_words=(), allowed_ids=None)
+                history = replace(history, constraint=None)
+        decisions.append(decide(logits_V, params, history))
+    return decisions
 
 
 def _changes_logits(params: SamplingParams, history: History) -> bool:
     """Whether penalties, bias or bans make other logits of those of a block."""
     penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-    return penalties or bool(params.logit_bias) or history.output_length < params.min_tokens
+    return penalties or bool(params.logit_bias) or _has_bans(params, history)
+
+
+def _has_bans(params: SamplingParams, history: History) -> bool:
+    choice = params.allowed_ids is not None or bool(params.bad_words) or history.constraint is not None
+    return choice or history.output_length < params.min_tokens
 
 
 def _adjusted(
@@ -238,9 +293,9 @@ def _check_peak(peak: float, position: int) -> float:
         return peak
     where = f"the logits for output token {position} (counted from 0)"
     if peak == -math.inf:
-        raise NumericsError(
-            f"{where} are minus infinity for every token, so none can be drawn. Expected one finite logit. "
-            "Relax what bans tokens (logit_bias, min_tokens), or check the model's output head."
+        raise NothingLeftError(
+            f"{where} are minus infinity for every token, so none can be drawn. Expected one finite logit. Relax what "
+            "bans tokens (logit_bias, allowed_ids, bad_words, min_tokens, a grammar), or check the model's output head."
         )
     raise NumericsError(
         f"{where} hold {'NaN' if math.isnan(peak) else 'plus infinity'}. Expected finite numbers. "
@@ -266,63 +321,58 @@ def _penalised(logits_V: Tensor, params: SamplingParams, history: History) -> Te
 def _biased(logits_V: Tensor, params: SamplingParams) -> Tensor:
     if not params.logit_bias:
         return logits_V
+    _check_ids("logit_bias", params.logit_bias, len(logits_V))
     ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-    if int(ids.min()) < 0 or int(ids.max()) >= len(logits_V):
-        raise UsageError(
-            f"logit_bias has ids from {int(ids.min())} to {int(ids.max())}. "
-            f"Expected ids from 0 to {len(logits_V) - 1}: use ids of the target's own tokenizer."
-        )
     bias = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype)
     return logits_V.index_add(0, ids.to(logits_V.device), bias.to(logits_V.device))
 
 
 def _banned(logits_V: Tensor, params: SamplingParams, history: History, ending_ids: Collection[int]) -> Tensor:
+    """Minus infinity for what must not come next."""
+    banned_V, constraint = _without_bad_words(_only_allowed(logits_V, params), params, history), history.constraint
+    # A grammar that allows nothing has ended the output: what would stand here is never reached.
+    if constraint is not None and constraint.allowed_V is not None and not history.ended:
+        if constraint.allowed_V.shape != logits_V.shape:
+            raise ShapeError(
+                f"the grammar's mask is {list(constraint.allowed_V.shape)} for logits {list(logits_V.shape)}. "
+                "Expected one entry per token of the target: compile it for the target's vocabulary size."
+            )
+        banned_V = torch.where(constraint.allowed_V.to(logits_V.device), banned_V, -math.inf)
     if history.output_length >= params.min_tokens:
-        return logits_V
+        return banned_V
     ids = [i for i in ending_ids if 0 <= i < len(logits_V)]
-    return logits_V.index_fill(0, torch.tensor(ids, dtype=torch.int64, device=logits_V.device), -math.inf)
+    unended_V = banned_V.index_fill(0, torch.tensor(ids, dtype=torch.int64, device=logits_V.device), -math.inf)
+    must_end = constraint is not None and float(unended_V.max()) == -math.inf
+    return banned_V if must_end else unended_V
 
 
-def _filtered(scaled_V: Tensor, params: SamplingParams) -> Tensor:
-    """Top-k, top-p and min-p, then the softmax of what is left, [V]. The largest entry of `scaled_V` is 0."""
-    whole = params.top_k == 0 and params.top_p == 1
-    ids_N, kept_N = (None, scaled_V) if whole else _top(scaled_V, params.top_k, params.top_p)
-    if params.min_p > 0:
-        kept_N = kept_N.masked_fill(kept_N < math.log(params.min_p), -math.inf)
-    probs_N = torch.softmax(kept_N, dim=0)
-    return probs_N if ids_N is None else torch.zeros_like(scaled_V).index_copy_(0, ids_N, probs_N)
+def _only_allowed(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    if params.allowed_ids is None:
+        return logits_V
+    return torch.where(_mask(params.allowed_ids, len(logits_V)).to(logits_V.device), logits_V, -math.inf)
 
 
-def _top(scaled_V: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
-    """Ids and scaled logits of what top-k and top-p keep, likeliest first."""
-    if top_k > 0:
-        ids_N, values_N = _likeliest(scaled_V, top_k)
-        count = _nucleus_size(values_N, top_p, _mass(values_N)) if top_p < 1 else top_k
-        return ids_N[:count], values_N[:count]
-    total, size = _mass(scaled_V), _PREFIX
-    while True:
-        ids_N, values_N = _likeliest(scaled_V, size)
-        count = _nucleus_size(values_N, top_p, total)
-        if count <= len(ids_N) or size >= len(scaled_V):
-            return ids_N[:count], values_N[:count]
-        size *= 16
+@lru_cache(maxsize=32)
+def _mask(ids: frozenset[int], size: int) -> Tensor:
+    """True at the ids, [V] bool, kept for the next position."""
+    _check_ids("allowed_ids", ids, size)
+    mask_V = torch.zeros(size, dtype=torch.bool)
+    mask_V[torch.tensor(sorted(ids), dtype=torch.int64)] = True
+    return mask_V
 
 
-def _likeliest(scaled_V: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Ids and values of the `size` largest entries, or fewer: not those at minus infinity. Lower ids first on ties."""
-    # topk promises nothing about which of several equal entries it returns, so only its smallest value is used.
-    smallest = torch.topk(scaled_V, min(size, len(scaled_V)), sorted=False).values.min()
-    smallest = smallest.clamp_min(torch.finfo(scaled_V.dtype).min)
-    ids_N = (scaled_V >= smallest).nonzero()[:, 0]
-    values_N, order_N = torch.sort(scaled_V[ids_N], descending=True, stable=True)
-    return ids_N[order_N[:size]], values_N[:size]
+def _without_bad_words(logits_V: Tensor, params: SamplingParams, history: History) -> Tensor:
+    """Bans the last token of every bad word whose others end the output. The prompt does not count, as in vLLM."""
+    last = [word[-1] for word in params.bad_words if history.ends_with(word[:-1])]
+    if not last:
+        return logits_V
+    _check_ids("bad_words", last, len(logits_V))
+    return logits_V.index_fill(0, torch.tensor(last, dtype=torch.int64, device=logits_V.device), -math.inf)
 
 
-def _nucleus_size(values_N: Tensor, top_p: float, total: float) -> int:
-    """How many of the likeliest tokens reach `top_p` of the total mass; N + 1 if all of them do not."""
-    mass_N = values_N.exp().cumsum(0, dtype=torch.float64)
-    return int(torch.searchsorted(mass_N, top_p * total)) + 1
-
-
-def _mass(scaled: Tensor) -> float:
-    return float(scaled.exp().sum(dtype=torch.float64))
+def _check_ids(name: str, ids: Collection[int], size: int) -> None:
+    if min(ids) < 0 or max(ids) >= size:
+        raise UsageError(
+            f"{name} has ids from {min(ids)} to {max(ids)}. Expected ids from 0 to {size - 1}: use ids of the target's "
+            "own tokenizer."
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
 from ..decoding.sampling import History, distribution, greedy_tokens
+from ..errors import NothingLeftError
 from ..types import Feed, Proposal
 from .point_mass import point_masses
 
@@ -29,7 +30,8 @@ class ModelDrafter:
     """Draws each token from the draft model's own distribution, under the request's own filters.
 
     The rows of a batch are drafted together, token by token; a row leaves when its block is full, when the policy
-    stops it, or after an end-of-sequence token. A row whose text has outgrown the draft's context is not drafted for.
+    stops it, after an end-of-sequence token, or where a grammar ends. A row whose text has outgrown the draft's context
+    is not drafted for.
     """
 
     def __init__(self, model: LanguageModel, policy: LookaheadPolicy, eos_ids: Iterable[int]) -> None:
@@ -81,17 +83,23 @@ class ModelDrafter:
         row, start = block.row, block.row.start
         ending_ids = row.sampling.ending_ids(self._eos_ids)
         chosen = top = 1.0
-        if point_mass:
-            token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
-        else:
-            probs = distribution(logits_V, row.sampling, block.history, ending_ids)
+        try:
+            if point_mass:
+                token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
+            else:
+                probs = distribution(logits_V, row.sampling, block.history, ending_ids)
+        except NothingLeftError:  # the only tokens that may come are none of the draft's own vocabulary
+            block.open = False
+            return
+        if not point_mass:
             token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
             block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)
         stop = self._policy.stop_after(len(block.tokens), chosen, top)
-        block.open = not (stop or len(block.tokens) == block.budget or token in ending_ids)
+        ended = token in ending_ids or block.history.ended
+        block.open = not (stop or ended or len(block.tokens) == block.budget)
 
 
 def _pack(blocks: Sequence[_Block], vocab_size: int) -> Proposal:

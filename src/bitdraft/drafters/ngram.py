@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..decoding.protocols import DraftRow
 from ..errors import UsageError
 from ..types import Proposal
-from .point_mass import point_masses
+from .point_mass import allowed_prefix, point_masses
 
 
 class NGramDrafter:
@@ -16,7 +16,7 @@ class NGramDrafter:
 
     Suffixes of `max_n` down to `min_n` tokens are tried. Of several occurrences the latest one with enough tokens
     after it is copied, else the one with the most tokens after it. A request that was seen before costs O(max_n) for
-    each new token and O(budget) for the look-up.
+    each new token and O(budget) for the look-up. A draft ends before the first token that a grammar does not allow.
     """
 
     def __init__(self, max_n: int = 3, min_n: int = 1) -> None:
@@ -53,7 +53,7 @@ class NGramDrafter:
         for size in self._sizes:
             end = index.earlier_end(row.tokens, size, row.budget)
             if end is not None:
-                return tuple(row.tokens[end : end + row.budget])
+                return allowed_prefix(row.history.constraint, row.tokens[end : end + row.budget])
         return ()
 
 

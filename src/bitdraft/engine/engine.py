@@ -115,7 +115,7 @@ class Engine:
         sequence = Running(
             request=request,
             randomness=self._randomness(request.sampling.seed, request.number),
-            history=History.after_prompt(request.prompt),
+            history=History.after_prompt(request.prompt, request.constraint),
             tokens=list(request.prompt),
             ending_ids=request.sampling.ending_ids(self._eos_ids),
         )

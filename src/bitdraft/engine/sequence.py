@@ -10,7 +10,8 @@ from ..decoding.sampling import History
 from ..types import Origin, SamplingParams
 
 Finish = Literal["stop", "length"]
-"""Why an output ended: an end-of-sequence token, stop id or stop string; or max_tokens or the context."""
+"""Why an output ended: an end-of-sequence token, stop id, stop string or the end of its grammar; or max_tokens or the
+context."""
 
 
 class TextStream(Protocol):
@@ -122,7 +123,7 @@ class Sequence:
         self.tokens.append(token)
         self.origins.append(origin)
         self.history = self.history.extended(token)
-        if self._reaches_stop_string(token) or token in self.ending_ids:
+        if self._reaches_stop_string(token) or token in self.ending_ids or self.history.ended:
             self.finish = "stop"
         elif len(self.origins) >= sampling.max_tokens or len(self.tokens) >= context_length:
             self.finish = "length"

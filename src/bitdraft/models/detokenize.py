@@ -7,7 +7,7 @@ is made by joining bytes and decoding them as UTF-8, and a stream holds back the
 import codecs
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import tokenizers
@@ -39,14 +39,24 @@ class Detokenizer:
     part of any character become U+FFFD; so do those of an unfinished character at the flush.
     """
 
-    def __init__(self, pieces: Pieces, *, skip_special: bool = True) -> None:
-        self._pieces, self._skip_special = pieces, skip_special
+    def __init__(self, pieces: Pieces, *, skip_special: bool = True, keep: Collection[str] = ()) -> None:
+        """Begin a text.
+
+        Args:
+            pieces: of the vocabulary.
+            skip_special: leave special tokens out.
+            keep: texts of special tokens that are kept all the same.
+        """
+        kept = {text.encode() for text in keep}
+        skipped = pieces.special if skip_special else frozenset()
+        self._skipped = frozenset(i for i in skipped if pieces.of[i] not in kept) if kept else skipped
+        self._pieces = pieces
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = pieces.strips_space
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; often one word, sometimes nothing."""
-        if not 0 <= token < len(self._pieces.of) or (self._skip_special and token in self._pieces.special):
+        if not 0 <= token < len(self._pieces.of) or token in self._skipped:
             return ""
         return self._emit(self._decoder.decode(self._pieces.of[token] or b""))
 

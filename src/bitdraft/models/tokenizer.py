@@ -2,7 +2,7 @@
 
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -108,9 +108,24 @@ class Tokenizer:
         stream = self.stream(skip_special=skip_special)
         return "".join([stream.push(i) for i in ids]) + stream.flush()
 
-    def stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A detokeniser for one text whose ids come one by one."""
-        return Detokenizer(self._pieces, skip_special=skip_special)
+    def stream(self, *, skip_special: bool = True, keep: Collection[str] = ()) -> Detokenizer:
+        """A detokeniser for one text whose ids come one by one.
+
+        Args:
+            skip_special: leave special tokens out.
+            keep: texts of special tokens that are kept all the same, such as those that mark a tool call.
+        """
+        return Detokenizer(self._pieces, skip_special=skip_special, keep=keep)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text of their own, such as an end of turn."""
+        return self._pieces.special
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written so; None where there is none."""
+        wanted = text.encode()
+        return next((i for i in sorted(self.special_ids) if self._pieces.of[i] == wanted), None)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
