@@ -39,7 +39,8 @@ def serve(
         int | None, typer.Option(min=2, help="Tokens of prompt and output; none: as model and memory allow.")
     ] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help="Memory for keys and values of both models, such as 2GB; none: from what is free.")
+        str | None,
+        typer.Option(help="Memory for keys and values of both models, such as 2GB; none: from what is free."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get status 429.")] = 256,
     max_body: Annotated[str, typer.Option(help="Longest body of a request.")] = "8MB",

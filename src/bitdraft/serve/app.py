@@ -79,7 +79,10 @@ class Service:
             raise ApiError(400, f"{count} answers are asked for at once. Expected {places} at most.", param="n")
         if self.worker.open + count > places:
             raise ApiError(
-                429, f"{self.worker.open} requests are waiting or running.", code="overloaded", headers={"retry-after": "1"}
+                429,
+                f"{self.worker.open} requests are waiting or running.",
+                code="overloaded",
+                headers={"retry-after": "1"},
             )
 
     def check_name(self, name: str | None) -> None:
@@ -113,9 +116,7 @@ def _completion(service: Service, raw: bytes, request: Request, arrived: float) 
     body = read_model(CompletionRequest, raw, lenient=service.settings.lenient)
     service.check_name(body.model)
     domain = _domain(request, body)
-    form, groups = completion(
-        body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived
-    )
+    form, groups = completion(body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived)
     return body, form, groups
 
 

@@ -98,7 +98,9 @@ def completion(
     """
     if body.best_of is not None and body.best_of != body.n:
         raise ApiError(
-            400, f"best_of is {body.best_of} and n is {body.n}. Expected the same: all answers are given.", param="best_of"
+            400,
+            f"best_of is {body.best_of} and n is {body.n}. Expected the same: all are given.",
+            param="best_of",
         )
     grammar = wanted_grammar(body)
     scored = body.logprobs if body.echo else None

@@ -90,10 +90,8 @@ def _without(value: Any, places: list[tuple[int | str, ...]]) -> Any:
     for place in places:
         inner = value
         for part in place[:-1]:
-            if isinstance(inner, dict) and part in inner:
-                inner = inner[part]
-            elif isinstance(inner, list) and isinstance(part, int) and part < len(inner):
-                inner = inner[part]
+            known = part in inner if isinstance(inner, dict) else isinstance(inner, list) and isinstance(part, int)
+            inner = inner[part] if known else inner
         if isinstance(inner, dict):
             inner.pop(place[-1], None)
     return value

@@ -80,9 +80,7 @@ def load(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    opened = open_pair(
-        config.target, config.draft, config.target_format, config.draft_format, progress, use_cache
-    )
+    opened = open_pair(config.target, config.draft, config.target_format, config.draft_format, progress, use_cache)
     longest = opened.target.checkpoint.config.context_length
     context = min(config.context or longest, longest)
     pair = load_pair(
@@ -104,7 +102,6 @@ def load(
         eos_ids=tokenizer.eos_ids,
         max_draft=config.draft_length,
         max_batch=1,
-        kv_tokens=context,
         on_record=records.append,
     )
     return Generator(engine, tokenizer, records)

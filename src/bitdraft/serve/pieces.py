@@ -72,7 +72,7 @@ class LegacyLogprobs:
         self._names, self._stream, self._offset = names, stream, 0
 
     def shown(self, tokens: Iterable[int], entries: Iterable[TokenLogprob | None], count: int) -> dict[str, list[Any]]:
-        """The next tokens and what is known of them, with `count` likeliest ones; offsets count from the start of the text.
+        """The next tokens and what is known of them, with `count` likeliest ones; offsets count from the text's start.
 
         The token itself is always among `top_logprobs`, with the very same number. Of two ids with one name the
         likelier one is shown.

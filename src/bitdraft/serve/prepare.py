@@ -290,9 +290,7 @@ def check_ids(name: str, ids: Iterable[int], model: Model) -> None:
     """
     for i in ids:
         if not 0 <= i < model.vocab_size:
-            raise ApiError(
-                400, f"{name} holds the id {i}. Expected ids from 0 to {model.vocab_size - 1}.", param=name
-            )
+            raise ApiError(400, f"{name} holds the id {i}. Expected ids from 0 to {model.vocab_size - 1}.", param=name)
 
 
 def usage_error(error: UsageError) -> ApiError:

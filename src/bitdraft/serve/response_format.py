@@ -8,6 +8,8 @@ from ..decoding.constraint import Constraint
 from .faults import ApiError
 from .schemas import Sampling
 
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
 
 @dataclass(frozen=True)
 class Grammar:
@@ -20,7 +22,7 @@ class Grammar:
         field: the field that asked.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: Kind
     value: Any
     field: str
 
@@ -35,16 +37,13 @@ def wanted_grammar(body: Sampling) -> Grammar | None:
     Raises:
         ApiError: it asks for several, or for a schema without giving one.
     """
-    found = [
-        Grammar(kind, value, field)
-        for field, kind, value in (
-            ("guided_json", "json_schema", body.guided_json),
-            ("guided_regex", "regex", body.guided_regex),
-            ("guided_choice", "choice", body.guided_choice),
-            ("guided_grammar", "grammar", body.guided_grammar),
-        )
-        if value is not None
-    ]
+    guided: tuple[tuple[str, Kind, Any], ...] = (
+        ("guided_json", "json_schema", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        ("guided_grammar", "grammar", body.guided_grammar),
+    )
+    found = [Grammar(kind, value, field) for field, kind, value in guided if value is not None]
     found += _structured(body) + _response_format(body)
     if len(found) > 1:
         names = " and ".join(grammar.field for grammar in found)
@@ -56,17 +55,14 @@ def _structured(body: Sampling) -> list[Grammar]:
     asked = body.structured_outputs
     if asked is None:
         return []
-    found = [
-        Grammar(kind, value, f"structured_outputs.{field}")
-        for field, kind, value in (
-            ("json", "json_schema", asked.json_),
-            ("regex", "regex", asked.regex),
-            ("choice", "choice", asked.choice),
-            ("grammar", "grammar", asked.grammar),
-            ("json_object", "json_object", asked.json_object or None),
-        )
-        if value is not None
-    ]
+    fields: tuple[tuple[str, Kind, Any], ...] = (
+        ("json", "json_schema", asked.json_),
+        ("regex", "regex", asked.regex),
+        ("choice", "choice", asked.choice),
+        ("grammar", "grammar", asked.grammar),
+        ("json_object", "json_object", asked.json_object or None),
+    )
+    found = [Grammar(kind, value, f"structured_outputs.{field}") for field, kind, value in fields if value is not None]
     if not found:
         raise ApiError(
             400,

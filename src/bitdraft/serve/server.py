@@ -24,18 +24,21 @@ from .worker import Worker, streams
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 takes a free one.
+    """A socket with an address, on which nobody listens yet; port 0 takes a free one.
 
     Raises:
         UsageError: the address is taken, or is none of this machine's.
     """
     try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=512)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
     except (OSError, OverflowError) as error:
         raise UsageError(
             f"--host {host} --port {port} cannot be listened on ({error}). Choose another port; 0 takes a free one."
         ) from None
+    return bound
 
 
 def make_service(

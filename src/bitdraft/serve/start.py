@@ -73,9 +73,7 @@ def open_and_plan(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    opened = open_pair(
-        config.target, config.draft, config.target_format, config.draft_format, progress, use_cache
-    )
+    opened = open_pair(config.target, config.draft, config.target_format, config.draft_format, progress, use_cache)
     plan = plan_memory(
         opened,
         kv=config.kv,
