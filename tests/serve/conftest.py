@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from model_files import config, write_folder
+from model_files import TEMPLATE, config, write_folder
 from running import Running, start
 
 from bitdraft.serve.start import ServeConfig, load_service, open_and_plan
@@ -48,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     write_folder(folder / "target", config(context_length=CONTEXT))
     write_folder(folder / "draft", config(num_layers=1, context_length=CONTEXT))
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 

@@ -54,6 +54,7 @@ class Asked:
         constraint: the grammar, None for any text.
         domain: kind of traffic.
         arrived: when the call came.
+        keep: special tokens that stay in the text.
     """
 
     max_tokens: int | None
@@ -62,6 +63,7 @@ class Asked:
     constraint: Constraint | None
     domain: str
     arrived: float
+    keep: tuple[str, ...] = ()
 
 
 @dataclass
@@ -208,7 +210,7 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
         ending = sampling.ending_ids(frozenset(model.tokenizer.eos_ids))
         group = []
         for _ in range(body.n):
-            stream = model.tokenizer.stream(skip_special=body.skip_special_tokens)
+            stream = model.tokenizer.stream(skip_special=body.skip_special_tokens, keep=asked.keep)
             request = Request(
                 number=0,
                 prompt=prompt.ids,

@@ -1,12 +1,15 @@
 """Which grammar a request asks for, whichever of the fields says so."""
 
-from collections.abc import Callable
+import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ..decoding.constraint import Constraint
+from ..errors import UsageError
+from ..models.tokenizer import Tokenizer
 from .faults import ApiError
 from .schemas import Sampling
+from .structured import Grammars
 
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
 
@@ -27,8 +30,16 @@ class Grammar:
     field: str
 
 
-Compile = Callable[[Grammar], Constraint]
-"""Makes a constraint, or raises UsageError with the reason why not."""
+class Compile(Protocol):
+    """Makes constraints of grammars."""
+
+    def __call__(self, grammar: Grammar, after: str | None = None) -> Constraint:
+        """The constraint of a grammar; one that begins after the text `after`, if that is given.
+
+        Raises:
+            UsageError: why not.
+        """
+        ...
 
 
 def wanted_grammar(body: Sampling) -> Grammar | None:
@@ -87,6 +98,37 @@ def _response_format(body: Sampling) -> list[Grammar]:
     return [Grammar("json_schema", asked.json_schema.schema_, "response_format.json_schema.schema")]
 
 
-def no_grammar(grammar: Grammar) -> Constraint:
-    """Refuse every grammar."""
-    raise ApiError(400, f"{grammar.field}: this server has no structured output.", param=grammar.field)
+class Compiler:
+    """Compiles grammars for one vocabulary, which is read when the first one comes. May be used from many threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        """Keep the vocabulary for later; `vocab_size` is the width of the target's logits."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._grammars: Grammars | None = None
+
+    def __call__(self, grammar: Grammar, after: str | None = None) -> Constraint:
+        """See `Compile`."""
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = Grammars(self._tokenizer, self._vocab_size)
+            grammars = self._grammars
+        constraint = self._compiled(grammars, grammar)
+        return constraint if after is None else grammars.starts_after(constraint, after)
+
+    def _compiled(self, grammars: Grammars, grammar: Grammar) -> Constraint:
+        value = grammar.value
+        try:
+            match grammar.kind:
+                case "json_object":
+                    return grammars.json_object()
+                case "json_schema":
+                    return grammars.json_schema(value)
+                case "regex":
+                    return grammars.regex(value)
+                case "choice":
+                    return grammars.choice(value)
+                case "grammar":
+                    return grammars.lark(value)
+        except UsageError as error:
+            raise ApiError(400, str(error), param=grammar.field) from None

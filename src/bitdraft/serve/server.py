@@ -18,7 +18,7 @@ from .load import Pair
 from .memory import MemoryPlan
 from .metrics import Metrics
 from .prepare import Model
-from .response_format import Compile
+from .response_format import Compiler
 from .settings import Settings
 from .worker import Worker, streams
 
@@ -49,7 +49,6 @@ def make_service(
     max_batch: int,
     max_draft: int,
     confidence: float,
-    compile_grammar: Compile,
     prefix_cache: bool,
 ) -> Service:
     """An engine for a pair, under a worker, with all that serving takes.
@@ -61,7 +60,6 @@ def make_service(
         max_batch: requests that run at once.
         max_draft: longest block.
         confidence: of the draft's blocks, for `/info`.
-        compile_grammar: makes constraints.
         prefix_cache: whether the pair was loaded with one, for `/info`.
     """
     records: list[StepRecord] = []
@@ -86,7 +84,7 @@ def make_service(
         settings=settings,
         metrics=metrics,
         info=lambda: info.current(fixed, runs, worker.load, metrics.acceptance()),
-        compile_grammar=compile_grammar,
+        compile_grammar=Compiler(tokenizer, pair.target.vocab_size),
         max_batch=max_batch,
         clock=perf_counter,
     )

@@ -8,7 +8,6 @@ from ..quantize.load import Progress
 from .app import Service
 from .load import Opened, load_pair, open_pair
 from .memory import MemoryPlan, available_memory, plan_memory
-from .response_format import no_grammar
 from .server import make_service
 from .settings import Defaults, Settings, read_defaults
 
@@ -132,7 +131,6 @@ def load_service(
         max_batch=config.max_batch,
         max_draft=config.longest,
         confidence=config.confidence,
-        compile_grammar=no_grammar,
         prefix_cache=config.prefix_cache,
     )
 
