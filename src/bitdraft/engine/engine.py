@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from ..decoding.protocols import Drafter, LanguageModel, Randomness
 from ..decoding.sampling import History
@@ -23,7 +22,6 @@ from .judge import Judged, describe, judge
 from .scheduler import Batch, Scheduler
 from .sequence import Finish, Request
 from .sequence import Sequence as Running
-
 
 SCORED_BYTES = 1 << 26
 """What the logits may take that one step makes log-probabilities of prompts from."""
@@ -145,8 +143,8 @@ class Engine:
         if not 0 < length < limit:
             what = "context" if limit == self.target.context_length else "KV cache"
             raise UsageError(
-                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the {what} holds "
-                f"{limit} and the output needs a place in it. Shorten the prompt."
+                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the {what} "
+                f"holds {limit} and the output needs a place in it. Shorten the prompt."
             )
         if max(request.prompt) >= self.target.vocab_size or min(request.prompt) < 0:
             raise UsageError(
