@@ -58,7 +58,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
         ({"prompt": [1, 99999]}, "prompt", "99999"),
         ({"prompt": ""}, "prompt", "0 tokens"),
         ({"prompt": "a", "n": 2, "best_of": 3}, "best_of", "Expected the same"),
-        ({"prompt": "a", "suffix": "b"}, "suffix", "None"),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "null"),
         ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, "min_tokens", "0 to max_tokens"),
         ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format.json_schema", "no schema"),
         ({"prompt": "a", "guided_regex": "("}, "guided_regex", "regular expression"),
