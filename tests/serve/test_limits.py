@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import pytest
 import schemathesis
 from conftest import start_tiny
@@ -190,6 +190,14 @@ def test_unknown_paths_and_methods_have_the_shape_of_errors(drafted: Running) ->
 
 # Nothing brings it down
 
+
+@pytest.fixture(scope="module")
+def short(folders: Path) -> Iterator[Running]:
+    """Answers quickly whatever it is asked for: a short context, and few answers at once."""
+    with start_tiny(folders, None, max_model_len=48, max_queue=2) as running:
+        yield running
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 400) | st.floats(-3, 3) | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -211,16 +219,11 @@ def bodies(model: type[CompletionRequest] | type[ChatRequest], required: dict[st
     )
 )
 @settings(max_examples=80, suppress_health_check=list(HealthCheck))
-def test_no_body_is_an_error_of_the_server(client: httpx.Client, case: tuple[str, Any]) -> None:
-    answer = client.post(case[0], json=case[1])
+def test_no_body_is_an_error_of_the_server(short: Running, case: tuple[str, Any]) -> None:
+    answer = httpx.post(short.url + case[0], json=case[1], timeout=60)
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         error_of(answer, answer.status_code)
-
-
-def test_the_server_is_well_after_all_that(drafted: Running) -> None:
-    assert drafted.idle()
-    assert drafted.complete("hello")["choices"]
 
 
 SCHEMA = schemathesis.openapi.from_dict(description())
@@ -228,9 +231,14 @@ SCHEMA = schemathesis.openapi.from_dict(description())
 
 @SCHEMA.parametrize()
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
-def test_the_description_tells_the_truth(case: schemathesis.Case, drafted: Running) -> None:
+def test_the_description_tells_the_truth(case: schemathesis.Case, short: Running) -> None:
     """What the description forbids is refused; whatever is answered is answered as it says.
 
     Not all that it allows is accepted: a schema knows nothing of vocabularies and contexts.
     """
-    case.call_and_validate(base_url=drafted.url, excluded_checks=[positive_data_acceptance])
+    case.call_and_validate(base_url=short.url, excluded_checks=[positive_data_acceptance])
+
+
+def test_the_server_is_well_after_all_that(short: Running) -> None:
+    assert short.idle()
+    assert short.complete("hello")["choices"]
