@@ -291,6 +291,7 @@ def create_app(service: Service) -> Starlette:
         Route("/health", health),
         Route("/metrics", metrics),
     ]
+    keyed = {route.path for route in routes} - {"/health"}
     if WEB.is_dir():
         routes.append(Mount("/", StaticFiles(directory=WEB, html=True)))
     middleware = [Middleware(Attended, clock=service.clock)]
@@ -304,7 +305,7 @@ def create_app(service: Service) -> Starlette:
             )
         )
     if service.settings.api_key:
-        middleware.append(Middleware(Keyed, key=service.settings.api_key))
+        middleware.append(Middleware(Keyed, key=service.settings.api_key, paths=keyed))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=_HANDLERS, lifespan=lifespan)
 
 
