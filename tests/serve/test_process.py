@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import httpx2 as httpx
 import openai
@@ -32,23 +33,31 @@ class Process:
             line = self.process.stderr.readline()
             assert line, self.said
             self.said += line
-        found = re.search(r"serving (\S+) at (http://\S+)", self.said)
+        found = re.search(r"serving (.+) at (http://\S+)", self.said)
         assert found
         self.name, self.url = found[1], found[2]
 
-    def end(self, number: int = signal.SIGTERM) -> tuple[int, list[dict]]:
-        """The exit code after a signal, and the lines of the log."""
-        self.process.send_signal(number)
-        assert self.process.stderr
-        rest = self.process.stderr.read()
-        return self.process.wait(60), [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.communicate()
+
+    def end(self) -> tuple[int, list[dict]]:
+        """The exit code after SIGTERM, and the lines of the log."""
+        self.process.send_signal(signal.SIGTERM)
+        _, rest = self.process.communicate(timeout=60)
+        return self.process.returncode, [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Process]:
-    process = Process("--target", "smollm2-135m", "--draft", "ngram", "--k", 4, "--max-model-len", 512, "--kv", "int8")
-    yield process
-    code, log = process.end()
+    arguments = ("--target", "smollm2-135m", "--draft", "ngram", "--k", 4, "--max-model-len", 512, "--kv", "int8")
+    with Process(*arguments) as process:
+        yield process
+        code, log = process.end()
     assert code == 0
     assert [line["status"] for line in log if line["event"] == "request" and line["path"].endswith("completions")]
 
@@ -110,16 +119,18 @@ def test_the_effective_configuration_is_shown_u20_u55(real: Process) -> None:
 
 
 def test_running_requests_end_before_the_server_does(folders: Path) -> None:
-    process = Process("--target", folders / "target", "--max-model-len", 512, "--drain", 20)
     body = {"prompt": "hello", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as response:
+    with (
+        Process("--target", folders / "target", "--max-model-len", 512, "--drain", 20) as process,
+        httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as response,
+    ):
         lines = response.iter_lines()
         assert next(lines).startswith("data: ")
         process.process.send_signal(signal.SIGTERM)
         text = [line for line in lines if line]
-    assert text[-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in text[-2]
-    assert process.process.wait(60) == 0
+        assert text[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in text[-2]
+        assert process.process.wait(60) == 0
 
 
 def test_generation_config_gives_defaults_and_requests_win_u55(folders: Path, tmp_path: Path) -> None:
@@ -133,15 +144,15 @@ def test_generation_config_gives_defaults_and_requests_win_u55(folders: Path, tm
             {"do_sample": True, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": [2]}
         )
     )
-    process = Process("--target", target, "--served-model-name", "a", "--served-model-name", "b")
-    defaults = httpx.get(f"{process.url}/info").json()["sampling_defaults"]
-    assert (defaults["temperature"], defaults["top_k"], defaults["repetition_penalty"]) == (0.7, 20, 1.05)
-    assert defaults["origin"].endswith("generation_config.json")
-    assert [m["id"] for m in httpx.get(f"{process.url}/v1/models").json()["data"]] == ["a", "b"]
-    body = {"prompt": "hello", "temperature": 0, "repetition_penalty": 1.0}
-    first, second = (httpx.post(f"{process.url}/v1/completions", json=body).json() for _ in range(2))
-    assert first["choices"] == second["choices"]
-    assert process.end()[0] == 0
+    with Process("--target", target, "--served-model-name", "a", "--served-model-name", "b") as process:
+        defaults = httpx.get(f"{process.url}/info").json()["sampling_defaults"]
+        assert (defaults["temperature"], defaults["top_k"], defaults["repetition_penalty"]) == (0.7, 20, 1.05)
+        assert defaults["origin"].endswith("generation_config.json")
+        assert [m["id"] for m in httpx.get(f"{process.url}/v1/models").json()["data"]] == ["a", "b"]
+        body = {"prompt": "hello", "temperature": 0, "repetition_penalty": 1.0}
+        first, second = (httpx.post(f"{process.url}/v1/completions", json=body).json() for _ in range(2))
+        assert first["choices"] == second["choices"]
+        assert process.end()[0] == 0
 
 
 def test_what_does_not_fit_is_refused_with_the_table_u72(folders: Path) -> None:
