@@ -19,7 +19,8 @@ Draft = Annotated[str | None, typer.Option("--draft", help="Model that drafts, o
 DraftFormat = Annotated[str, typer.Option(help="Format of the draft, likewise.")]
 DraftKV = Annotated[str | None, typer.Option(help="Format of the draft's keys and values; none: as --kv.")]
 PlanFile = Annotated[
-    Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv and --k.")
+    Path | None,
+    typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv, and acceptance for --k auto."),
 ]
 K = Annotated[
     str, typer.Option("--k", help="Tokens drafted a step, at most; auto follows what is measured while serving.")
@@ -162,5 +163,9 @@ def _planned(config: "ServeConfig", path: Path | None) -> "ServeConfig":
     planned = replace(config, target_format=plan.target_format, kv=plan.kv, draft_kv=plan.kv)
     if plan.draft_format is None or plan.default_k == 0:
         return replace(planned, draft=None)
-    length = plan.default_k if config.draft_length is None else config.draft_length
-    return replace(planned, draft=plan.draft, draft_format=plan.draft_format, draft_length=length)
+    length = config.draft_length
+    if length is None and not plan.acceptance:
+        length = plan.default_k
+    return replace(
+        planned, draft=plan.draft, draft_format=plan.draft_format, draft_length=length, acceptance=plan.acceptance
+    )
