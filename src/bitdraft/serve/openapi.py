@@ -96,7 +96,7 @@ def description() -> dict[str, Any]:
     _, requests = models_json_schema(kinds, ref_template=_REFS)  # type: ignore[arg-type]
     paths: dict[str, Any] = {}
     for path, (model, what, answer, streams) in _POSTS.items():
-        content = _json(answer) | ({"text/event-stream": {"schema": {"type": "string"}}} if streams else {})
+        content = _json(answer) | ({"text/event-stream": {}} if streams else {})
         codes = (400, 401, 404, 413, 415, *((408, 429, 500, 503) if streams else ()))
         paths[path] = {
             "post": {
