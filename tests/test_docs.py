@@ -56,8 +56,10 @@ NOT_HERE = {
         "bitdraft bench kernels",
         "bitdraft bench step smollm2-135m",
         "bitdraft bench serve",
+        "bitdraft serve",
         "bitdraft pull smollm2-135m",
     ],
+    "docs/how-to/serve.md": ["bitdraft serve"],
     "docs/how-to/measure-a-server.md": ["bitdraft bench serve"] * 5,
     "docs/how-to/use-your-machine-well.md": ["bitdraft bench kernels"],
     "docs/tutorial/first-measurement.md": [
@@ -308,7 +310,7 @@ def test_formats_page_lists_every_format_with_its_bits():
 def test_kv_formats_page_and_help_list_every_format_with_its_bits():
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) ", PAGES["docs/reference/kv-formats.md"], re.MULTILINE)
     assert rows == [(n, *(f"{kv.bits_per_number(C):.2f}" for C in (64, 128))) for n, kv in KV_FORMATS.items()]
-    for verb in ("generate", "measure", "bench step"):
+    for verb in ("generate", "measure", "serve", "bench step"):
         (option,) = (option for option in VERBS[verb].params if option.name == "kv")
         assert re.findall(r"[\w-]+(?=,| or|\. D)|(?<=or )[\w-]+", option.help) == [*KV_FORMATS]
 

@@ -10,11 +10,11 @@ import sys
 from rich.markup import escape
 
 from ..errors import BitdraftError
-from . import generate, load, machine, measure, models
+from . import generate, load, machine, measure, models, serve
 from .app import app
 from .terminal import err
 
-__all__ = ["app", "generate", "load", "machine", "main", "measure", "models"]
+__all__ = ["app", "generate", "load", "machine", "main", "measure", "models", "serve"]
 
 
 def main() -> None:

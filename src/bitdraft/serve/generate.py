@@ -4,23 +4,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from ..decoding.lookahead import Confidence, Fixed
-from ..decoding.protocols import Drafter
-from ..drafters.model import ModelDrafter
-from ..drafters.ngram import NGramDrafter
 from ..engine.engine import Emission, Engine
 from ..engine.sequence import Request
-from ..formats import Recipe
-from ..models.tokenizer import Tokenizer, check_pair
-from ..quantize.load import AUTO, Progress, load_model, open_source, recipe_for
+from ..models.tokenizer import Tokenizer
+from ..quantize.load import Progress
 from ..types import Origin, SamplingParams, StepRecord
-
-NGRAM = "ngram"
-"""Instead of a model's name: draft by looking the last tokens up in the text so far."""
+from .load import load_pair, open_pair
 
 COLOURS: dict[Origin, str] = {"draft": "green", "corrected": "bold red", "free": "default"}
 """How each origin is shown; words in the legend say the same without colour."""
@@ -88,48 +80,31 @@ def load(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    for name in {config.target_format, config.draft_format} - {AUTO}:
-        Recipe.parse(name)  # before anything is fetched
-    source = open_source(config.target, progress, use_cache)
-    draft_source = open_source(config.draft, progress, use_cache) if config.draft and config.draft != NGRAM else None
-    if draft_source:
-        check_pair(source.tokenizer, draft_source.tokenizer)
-    context = min(config.context or source.checkpoint.config.context_length, source.checkpoint.config.context_length)
-    ids = [source.tokenizer.encode(text) for text in calibration]
-    target = load_model(
-        source,
-        recipe_for(config.target_format, source),
+    opened = open_pair(config.target, config.draft, config.target_format, config.draft_format, progress, use_cache)
+    longest = opened.target.checkpoint.config.context_length
+    context = min(config.context or longest, longest)
+    pair = load_pair(
+        opened,
+        draft_length=config.draft_length,
+        confidence=config.confidence,
+        context=context,
         kv_tokens=context,
-        context_length=context,
-        rng=np.random.default_rng(0),
-        calibration=ids,
         kv=config.kv,
+        draft_kv=config.kv,
+        calibration=calibration,
         progress=progress,
     )
-    drafter: Drafter | None = NGramDrafter() if config.draft == NGRAM else None
-    if draft_source:
-        draft = load_model(
-            draft_source,
-            recipe_for(config.draft_format, draft_source),
-            kv_tokens=context,
-            rng=np.random.default_rng(0),
-            target=source,
-            calibration=ids,
-            kv=config.kv,
-            progress=progress,
-        )
-        policy = Confidence(config.draft_length, config.confidence) if config.confidence else Fixed(config.draft_length)
-        drafter = ModelDrafter(draft, policy, source.tokenizer.eos_ids)
+    tokenizer = opened.target.tokenizer
     records: list[StepRecord] = []
     engine = Engine(
-        target,
-        drafter,
-        eos_ids=source.tokenizer.eos_ids,
+        pair.target,
+        pair.drafter,
+        eos_ids=tokenizer.eos_ids,
         max_draft=config.draft_length,
         max_batch=1,
         on_record=records.append,
     )
-    return Generator(engine, source.tokenizer, records)
+    return Generator(engine, tokenizer, records)
 
 
 Tokens = list[tuple[int, Origin]]

@@ -1,0 +1,105 @@
+"""The effective configuration, for `/info`: what runs, not what was asked for."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .. import __version__
+from ..engine.engine import Load
+from ..formats import KVFormat, Recipe
+from ..models.cached import CachedModel
+from ..ops import hardware, native
+from ..quantize.load import Source
+from .load import NGRAM, Pair
+from .memory import MemoryPlan
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Runs:
+    """How the engine was set up.
+
+    Attributes:
+        max_batch: requests that run at once.
+        max_draft: longest block; 0 without a draft.
+        confidence: a block ends after a token that the draft finds less likely; 0 never.
+        reasons: says how the draft length is chosen, and why so.
+        prefix_cache: whether prefixes are shared.
+    """
+
+    max_batch: int
+    max_draft: int
+    confidence: float
+    reasons: Callable[[], str]
+    prefix_cache: bool
+
+
+def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> dict[str, Any]:
+    """What does not change while the server runs."""
+    opened = pair.opened
+    draft: dict[str, Any] | None = None
+    if pair.draft and opened.draft and opened.draft_recipe:
+        draft = _model(opened.draft, opened.draft_recipe, pair.draft)
+    elif opened.ngram:
+        draft = {"name": NGRAM, "format": None, "bits": None, "device": "cpu", "kv_format": None, "kv_bits": None}
+    kernels = native.default()
+    return {
+        "server": "bitdraft",
+        "version": __version__,
+        "models": list(settings.names),
+        "target": _model(opened.target, opened.target_recipe, pair.target),
+        "draft": draft,
+        "max_model_len": pair.target.context_length,
+        "max_batch": runs.max_batch,
+        "speculative": {"max_draft": runs.max_draft, "confidence": runs.confidence, "lossless": True},
+        "prefix_cache": runs.prefix_cache,
+        "memory_bytes": {**plan.parts, "all": plan.total},
+        "machine": {
+            "device": "cpu",
+            "processor": hardware.processor(),
+            "isa": kernels.isa if kernels else "reference",
+            "threads": kernels.threads if kernels else None,
+            "kernels": native.describe(),
+        },
+        "sampling_defaults": asdict(settings.defaults),
+        "unknown_fields": "ignored" if settings.lenient else "refused",
+        "limits": {
+            "max_queue": settings.max_queue,
+            "max_body_bytes": settings.max_body,
+            "timeout_seconds": settings.timeout,
+        },
+    }
+
+
+def current(fixed: dict[str, Any], runs: Runs, load: Load, acceptance: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """All of `/info`: what does not change, and what is so now."""
+    speculative = fixed["speculative"] | {"draft_length": runs.reasons(), "conditional_acceptance": acceptance}
+    return fixed | {"speculative": speculative, "load": asdict(load)}
+
+
+def _model(source: Source, recipe: Recipe, model: CachedModel) -> dict[str, Any]:
+    kv = model.pool.format
+    bits = recipe.format.bits_per_weight
+    return {
+        "name": source.name,
+        "path": str(source.path),
+        "family": source.checkpoint.config.family,
+        "stored_as": source.checkpoint.stored_as,
+        "format": recipe.name,
+        "bits": round(source.checkpoint.stored_bits if bits is None else bits, 3),
+        "weight_bytes": model.decoder.packed_bytes,
+        "device": "cpu",
+        "kv_format": kv.name,
+        "kv_bits": round(kv.bits_per_number(source.checkpoint.config.head_dim), 3),
+        "kv_scales": _scales(kv),
+        "kv_tokens": model.pool.num_blocks * model.pool.block_size,
+        "context_length": model.context_length,
+    }
+
+
+def _scales(kv: KVFormat) -> str:
+    if kv.needs_scales:
+        return "measured at load, one for each layer and head"
+    if kv.bits:
+        return "of each block, beside its codes"
+    return "of each token" if kv.bits_per_number(64) < 16 else "none needed"
