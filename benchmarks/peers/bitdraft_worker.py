@@ -85,7 +85,6 @@ class Bitdraft:
             eos_ids=(),
             max_draft=draft_tokens,
             max_batch=1,
-            kv_tokens=self._target.context_length,
             on_record=None if records is None else records.append,
         )
         recording = Recording()

@@ -103,6 +103,32 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """What a model's KV cache has room for.
+
+    Attributes:
+        size: tokens a block.
+        total: blocks in all.
+        free: blocks that hold nothing.
+        cached: blocks that only the prefix cache holds, which gives them up where they are wanted.
+    """
+
+    size: int
+    total: int
+    free: int
+    cached: int = 0
+
+    @property
+    def available(self) -> int:
+        """Blocks that a forward call can take."""
+        return self.free + self.cached
+
+    def needed(self, length: int, more: int) -> int:
+        """New blocks for `more` tokens after `length` that are held."""
+        return -(-(length + more) // self.size) - -(-length // self.size)
+
+
+@dataclass(frozen=True)
 class Feed:
     """Tokens to append to one request's KV cache in a forward call.
 

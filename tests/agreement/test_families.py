@@ -39,7 +39,7 @@ def model(path: Path, recipe: str, kv_tokens: int = 256, longest: int | None = N
 
 def greedy(target: CachedModel, drafter: Drafter | None, prompt: Sequence[int], tokens: int, k: int) -> list[int]:
     """What the engine emits, drafting k tokens a step."""
-    engine = Engine(target, drafter, eos_ids=[], max_draft=k, max_batch=1, kv_tokens=len(prompt) + tokens + 16)
+    engine = Engine(target, drafter, eos_ids=[], max_draft=k, max_batch=1)
     engine.submit(Request(0, tuple(prompt), SamplingParams(temperature=0, max_tokens=tokens)))
     return [token for emission in engine.run() for token in emission.tokens]
 

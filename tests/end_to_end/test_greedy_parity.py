@@ -57,7 +57,6 @@ class Pair:
             eos_ids=self.eos_ids,
             max_draft=k,
             max_batch=8,
-            kv_tokens=2048,
             max_rows=16,
             on_record=records.append,
         )
@@ -145,7 +144,6 @@ def test_an_end_inside_a_block_ends_there(pair: Pair, k: int) -> None:
         eos_ids=pair.eos_ids,
         max_draft=k,
         max_batch=1,
-        kv_tokens=512,
     )
     engine.submit(Request(0, pair.prompts[0], SamplingParams(temperature=0, max_tokens=TOKENS, stop_ids=(stop,))))
     emissions = list(engine.run())
@@ -156,7 +154,7 @@ def test_an_end_inside_a_block_ends_there(pair: Pair, k: int) -> None:
 def test_after_an_error_the_next_request_is_served_as_ever(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users-pain U49: verification raises once; caches roll back and the same request goes on to the same output."""
     drafter = ModelDrafter(pair.draft, Fixed(3), pair.eos_ids)
-    engine = Engine(pair.target, drafter, eos_ids=pair.eos_ids, max_draft=3, max_batch=1, kv_tokens=512)
+    engine = Engine(pair.target, drafter, eos_ids=pair.eos_ids, max_draft=3, max_batch=1)
     engine.submit(Request(0, pair.prompts[0], GREEDY))
     output = list(engine.step()[0].tokens)
 

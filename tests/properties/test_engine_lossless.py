@@ -17,6 +17,7 @@ from bitdraft.drafters.model import ModelDrafter
 from bitdraft.drafters.ngram import NGramDrafter
 from bitdraft.drafters.scripted import always
 from bitdraft.engine import engine as engine_module
+from bitdraft.engine import judge as judge_module
 from bitdraft.engine import sequence as sequence_module
 from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
@@ -57,7 +58,6 @@ def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tup
         eos_ids=ENDING,
         max_draft=3,
         max_batch=options.pop("max_batch", 4),
-        kv_tokens=256,
         randomness=branches.randomness,
         **options,
     )
@@ -237,7 +237,7 @@ def penalties_fed_once_a_block(patch: pytest.MonkeyPatch) -> None:
 
 def grammar_moved_by_drafts(patch: pytest.MonkeyPatch) -> None:
     """What was drafted and rejected moves the grammar of the committed text."""
-    real = engine_module.verifiable
+    real = judge_module.verifiable
 
     def verifiable(logits, drafted, params, history, ending_ids):
         verdict, constraint = real(logits, drafted, params, history, ending_ids), history.constraint
@@ -246,21 +246,26 @@ def grammar_moved_by_drafts(patch: pytest.MonkeyPatch) -> None:
         object.__setattr__(history, "constraint", constraint)
         return verdict
 
-    patch.setattr(engine_module, "verifiable", verifiable)
+    patch.setattr(judge_module, "verifiable", verifiable)
 
 
 def wrong_rows_of_logits(patch: pytest.MonkeyPatch) -> None:
-    real = engine_module.verifiable
+    real = judge_module.verifiable
 
     def shifted(logits, *rest):
         return real(logits.roll(1, 0), *rest)
 
-    patch.setattr(engine_module, "verifiable", shifted)
+    patch.setattr(judge_module, "verifiable", shifted)
 
 
 def neighbours_swapped(patch: pytest.MonkeyPatch) -> None:
-    real = Engine._distributions
-    patch.setattr(Engine, "_distributions", lambda self, *args: real(self, *args)[::-1])
+    real = engine_module.judge
+
+    def judge(*args):
+        judged = real(*args)
+        return replace(judged, distributions=judged.distributions[::-1])
+
+    patch.setattr(engine_module, "judge", judge)
 
 
 FAULTS = [

@@ -21,7 +21,7 @@ from bitdraft.decoding.constraint import Constraint
 from bitdraft.decoding.protocols import Drafter, DraftRow, LookaheadPolicy, Randomness
 from bitdraft.decoding.sampling import History
 from bitdraft.drafters.model import ModelDrafter
-from bitdraft.types import Feed, SamplingParams
+from bitdraft.types import Blocks, Feed, SamplingParams
 
 Text = tuple[int, ...]
 Table = Callable[[Text], Tensor]
@@ -93,6 +93,12 @@ class TableModel:
         self.table, self.context_length = table, context_length
         self.vocab_size = len(table((0,)))
         self.cached: dict[int, Text] = {}
+
+    def blocks(self) -> Blocks:
+        return Blocks(16, 1000, 1000)
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        return 0
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         rows = []

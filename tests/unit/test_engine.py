@@ -12,7 +12,7 @@ from bitdraft.drafters import scripted
 from bitdraft.engine.engine import Emission, Engine
 from bitdraft.engine.sequence import Request
 from bitdraft.errors import UsageError
-from bitdraft.types import Feed, SamplingParams, StepRecord
+from bitdraft.types import Blocks, Feed, SamplingParams, StepRecord
 
 V = 128
 EOS = 0
@@ -28,6 +28,12 @@ class Reciter:
         self.context_length = context_length
         self.lengths: dict[int, int] = {}
         self.prompts: dict[int, int] = {}
+
+    def blocks(self) -> Blocks:
+        return Blocks(16, 1000, 1000)
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        return 0
 
     def forward(self, feeds: Sequence[Feed]) -> torch.Tensor:
         rows = []
@@ -68,7 +74,6 @@ def recite(text: str, k: int, prompt: int = 3, **sampling: object) -> tuple[list
         eos_ids=[EOS],
         max_draft=k,
         max_batch=1,
-        kv_tokens=4096,
         on_record=records.append,
     )
     engine.submit(Request(0, (7,) * prompt, SamplingParams(temperature=0, **sampling), Letters()))  # type: ignore[arg-type]
@@ -131,7 +136,7 @@ def test_an_oracle_is_taken_whole_and_the_records_say_so() -> None:
 
 def test_more_requests_than_places_all_come_to_their_end() -> None:
     target = Reciter("xyz")
-    engine = Engine(target, None, eos_ids=[EOS], max_draft=0, max_batch=2, max_rows=4, kv_tokens=64)
+    engine = Engine(target, None, eos_ids=[EOS], max_draft=0, max_batch=2, max_rows=4)
     for number in range(7):
         target.prompts[number] = 1 + number
         engine.submit(Request(number, (5,) * (1 + number), SamplingParams(temperature=0, max_tokens=9), Letters()))
@@ -144,7 +149,7 @@ def test_more_requests_than_places_all_come_to_their_end() -> None:
 
 def test_a_cancelled_request_is_gone_and_the_others_are_not() -> None:
     target = Reciter("abcdef")
-    engine = Engine(target, None, eos_ids=[EOS], max_draft=0, max_batch=2, kv_tokens=256)
+    engine = Engine(target, None, eos_ids=[EOS], max_draft=0, max_batch=2)
     for number in range(3):
         target.prompts[number] = 2
         engine.submit(Request(number, (5, 5), SamplingParams(temperature=0, max_tokens=6)))
@@ -156,9 +161,16 @@ def test_a_cancelled_request_is_gone_and_the_others_are_not() -> None:
     assert target.lengths == {}
 
 
-def test_no_output_tokens_is_no_work() -> None:
+def test_no_output_tokens_is_one_empty_emission() -> None:
     emissions, records = recite("abc", 2, max_tokens=0)
-    assert (emissions, records) == ([], [])
+    assert (emissions, records) == ([Emission(0, (), (), "", "length")], [])
+
+
+def test_the_reason_of_a_stop() -> None:
+    """The stop id, the stop string that begins first, or neither at the end of the sequence."""
+    assert recite("abcd", 3, stop_ids=(ord("c"),))[0][-1].stop_reason == ord("c")
+    assert recite("abcd", 3, stop=("cd", "bcd"))[0][-1].stop_reason == "bcd"
+    assert recite("abcd", 3)[0][-1].stop_reason is None
 
 
 @pytest.mark.parametrize(
@@ -172,7 +184,7 @@ def test_no_output_tokens_is_no_work() -> None:
     ],
 )
 def test_a_request_that_cannot_run_is_refused(request_: Request, message: str) -> None:
-    engine = Engine(Reciter("a", context_length=16), None, eos_ids=[EOS], max_draft=0, max_batch=1, kv_tokens=16)
+    engine = Engine(Reciter("a", context_length=16), None, eos_ids=[EOS], max_draft=0, max_batch=1)
     with pytest.raises(UsageError, match=message):
         engine.submit(request_)
     assert list(engine.run()) == []

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..types import Feed, Proposal, SamplingParams
+from ..types import Blocks, Feed, Proposal, SamplingParams
 from .sampling import History
 
 
@@ -53,6 +53,24 @@ class LanguageModel(Protocol):
         """Tokens that one request's cache can hold."""
         ...
 
+    def blocks(self) -> Blocks:
+        """What the cache has room for now."""
+        ...
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Start `request`, which is not known, with the longest prefix of `tokens` that the cache still holds.
+
+        From then on its own text is kept for others, too: what stands below a length that it is truncated to.
+
+        Args:
+            request: a number that is not in use.
+            tokens: the text that is going to be fed; its last token is always left to be fed.
+
+        Returns:
+            how many of the tokens the request holds now; 0 if none, or without a prefix cache.
+        """
+        ...
+
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Append tokens and return the wanted logits, [R, V] float32, feed after feed, row after row.
 
@@ -62,7 +80,7 @@ class LanguageModel(Protocol):
         ...
 
     def truncate(self, request: int, length: int) -> None:
-        """Forget everything of `request` past `length` tokens: rollback is a length."""
+        """Forget everything of `request` past `length` tokens: rollback is a length. What stands below it is true."""
         ...
 
     def release(self, request: int) -> None:

@@ -10,17 +10,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import torch
 from torch import Tensor
 
 from ..decoding.protocols import Drafter, LanguageModel, Randomness
-from ..decoding.sampling import History, PointMasses, verifiable
+from ..decoding.sampling import History
 from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify
-from ..errors import UsageError
-from ..types import Origin, Proposal, StepRecord, Verification
+from ..errors import BitdraftError, UsageError
+from ..types import Origin, Proposal, StepRecord, TokenLogprob, Verification
+from .judge import Judged, describe, judge
 from .scheduler import Batch, Scheduler
 from .sequence import Finish, Request
 from .sequence import Sequence as Running
+
+
+SCORED_BYTES = 1 << 26
+"""What the logits may take that one step makes log-probabilities of prompts from."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +35,16 @@ class Emission:
 
     Attributes:
         request: its number.
-        tokens: new output tokens, at least one.
+        tokens: new output tokens; at least one, unless the request ends without.
         origins: where each came from.
         text: new text, cut before a stop string, and held back while it may begin one; empty without a detokeniser.
         finish: why the output ended with this step; None if it goes on.
+        stop_reason: the stop id or stop string that ended it; None for anything else.
+        logprobs: of each new token, if the request asks for them.
+        prompt_logprobs: of the prompt's tokens, on the first emission of a request that asks for them; None for the
+            first token, which nothing stands before.
+        cached_tokens: tokens of the prompt that the prefix cache held, on the first emission; then 0.
+        error: what went wrong, with the finish "error".
     """
 
     request: int
@@ -40,10 +52,40 @@ class Emission:
     origins: tuple[Origin, ...]
     text: str
     finish: Finish | None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    cached_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How busy an engine is.
+
+    Attributes:
+        running, waiting: requests.
+        kv_blocks_used, kv_blocks_total: of the target's cache; used by running requests, and in all.
+        cached_blocks: those that only the prefix cache holds; they are not counted as used.
+        preemptions: how often a running request had to wait again, since the start.
+    """
+
+    running: int
+    waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    cached_blocks: int
+    preemptions: int
 
 
 class Engine:
-    """Runs requests through a target and, if there is one, a drafter."""
+    """Runs requests through a target and, if there is one, a drafter.
+
+    Attributes:
+        target, drafter: the models.
+        scheduler: who waits and who runs.
+        context_length: tokens of prompt and output together: the target's context, or its whole cache if that is less.
+    """
 
     def __init__(
         self,
@@ -53,7 +95,6 @@ class Engine:
         eos_ids: Iterable[int],
         max_draft: int,
         max_batch: int,
-        kv_tokens: int,
         max_rows: int = 512,
         rule: Rule = "block",
         randomness: Callable[[int, int], Randomness] = Streams,
@@ -68,7 +109,6 @@ class Engine:
             eos_ids: ids that end an output unless a request ignores them.
             max_draft: longest block that may be drafted.
             max_batch: requests that run at once.
-            kv_tokens: tokens that the target's cache holds.
             max_rows: rows of tokens that a step with chunks of prompts aims at.
             rule: how blocks are verified, see `decoding.verify`.
             randomness: makes a request's random decisions from (seed, request number).
@@ -77,11 +117,15 @@ class Engine:
         """
         self.target = target
         self.drafter = drafter
+        blocks = target.blocks()
+        self.context_length = min(target.context_length, blocks.total * blocks.size)
         self.scheduler = Scheduler(
+            target,
+            self._release,
             max_batch=max_batch,
             max_rows=max_rows,
-            kv_tokens=kv_tokens,
-            context_length=target.context_length,
+            max_scored=max(1, SCORED_BYTES // (4 * target.vocab_size)),
+            context_length=self.context_length,
             max_draft=max_draft if drafter else 0,
         )
         self._eos_ids = frozenset(eos_ids)
@@ -97,16 +141,24 @@ class Engine:
             UsageError: a prompt that is empty, does not fit the context or the vocabulary, or stop strings without a
                 detokeniser.
         """
-        limit, length = self.target.context_length, len(request.prompt)
+        limit, length = self.context_length, len(request.prompt)
         if not 0 < length < limit:
+            what = "context" if limit == self.target.context_length else "KV cache"
             raise UsageError(
-                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the context is "
+                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the {what} holds "
                 f"{limit} and the output needs a place in it. Shorten the prompt."
             )
         if max(request.prompt) >= self.target.vocab_size or min(request.prompt) < 0:
             raise UsageError(
                 f"request {request.number}: token ids from {min(request.prompt)} to {max(request.prompt)}. "
                 f"Expected ids from 0 to {self.target.vocab_size - 1}. Use the target's own tokenizer."
+            )
+        sampling = request.sampling
+        named = {*sampling.logit_bias, *(sampling.allowed_ids or ()), *(i for word in sampling.bad_words for i in word)}
+        if named and not 0 <= min(named) <= max(named) < self.target.vocab_size:
+            raise UsageError(
+                f"request {request.number}: logit_bias, allowed_ids and bad_words name token ids from {min(named)} to "
+                f"{max(named)}. Expected ids from 0 to {self.target.vocab_size - 1}. Use the target's own tokenizer."
             )
         if request.sampling.stop and request.text is None:
             raise UsageError(
@@ -119,58 +171,94 @@ class Engine:
             tokens=list(request.prompt),
             ending_ids=request.sampling.ending_ids(self._eos_ids),
         )
-        if request.sampling.max_tokens > 0:
-            self.scheduler.waiting.append(sequence)
+        self.scheduler.waiting.append(sequence)
 
     def step(self) -> list[Emission]:
-        """Run one step and return what it made true."""
+        """Run one step and return what it made true.
+
+        What goes wrong with one request ends it, with the finish "error". Anything else is raised after every cache is
+        back where it was; the requests are still there, and `step` may be called again.
+        """
         started = self._clock()
         batch = self.scheduler.schedule()
         try:
             proposal = self._propose(batch)
             drafted = self._clock()
-            logits = self.target.forward(batch.feeds(proposal))
+            feeds = batch.feeds(proposal)
+            logits = self.target.forward(feeds) if feeds else torch.empty(0, self.target.vocab_size)
             verified = self._clock()
-            verdict = verify(proposal, self._distributions(batch, proposal, logits), batch.rows, self._rule)
+            judged = judge(batch, proposal, logits)
+            verdict = verify(judged.proposal, judged.distributions, judged.batch.rows, self._rule)
+            logprobs = judged.logprobs(verdict)
         except BaseException:
             self._roll_back(batch)
             raise
-        emissions = self.commit(batch, proposal, verdict)
-        self._record(batch, proposal, verdict, emissions, (started, drafted, verified, self._clock()))
+        emissions = self.commit(judged, verdict, logprobs)
+        self._record(judged.batch, judged.proposal, verdict, emissions, (started, drafted, verified, self._clock()))
         return emissions
 
-    def commit(self, batch: Batch, proposal: Proposal, verdict: Verification) -> list[Emission]:
-        """The one place where anything becomes true: tokens, text, counts, cache lengths, the end of a request."""
-        for sequence, count in batch.filling:
-            sequence.cached += count
+    def commit(
+        self, judged: Judged, verdict: Verification, logprobs: Sequence[tuple[TokenLogprob, ...]]
+    ) -> list[Emission]:
+        """The one place where anything becomes true: tokens, text, counts, cache lengths, the end of a request.
+
+        Returns:
+            what is new, of the deciding sequences first, in their order.
+        """
         emissions = []
-        for b, sequence in enumerate(batch.deciding):
-            accepted, drafted = verdict.accepted[b], proposal.tokens[b]
+        for b, sequence in enumerate(judged.batch.deciding):
+            sequence.scores += judged.scores.get(sequence.request.number, ())
+            accepted, drafted = verdict.accepted[b], judged.proposal.tokens[b]
             block: list[tuple[int, Origin]] = [(token, "draft") for token in drafted[:accepted]]
             block.append((verdict.next_token[b], "corrected" if accepted < len(drafted) else "free"))
             known, text = len(sequence.tokens), sequence.visible
-            for token, origin in block:
-                sequence.append(token, origin, self.target.context_length)
-                if sequence.finish:
-                    break
+            try:
+                for token, origin in block:
+                    sequence.append(token, origin, self.context_length)
+                    if sequence.finish:
+                        break
+            except Exception as error:  # a detokeniser's or a grammar's: this request's alone
+                sequence.finish, sequence.error = "error", describe(error)
             sequence.cached = min(known + accepted, len(sequence.tokens))
-            emitted = len(sequence.tokens) - known
-            emissions.append(
-                Emission(
-                    sequence.request.number,
-                    tuple(sequence.tokens[known:]),
-                    tuple(sequence.origins[-emitted:]),
-                    sequence.visible[len(text) :],
-                    sequence.finish,
-                )
-            )
+            emissions.append(_emission(sequence, known, text, logprobs[b]))
+            self._settle(sequence)
+        for sequence, count in judged.batch.filling:
+            sequence.cached += count
+            sequence.scores += judged.scores.get(sequence.request.number, ())
+            if not sequence.decides and not sequence.missing:
+                sequence.finish = "length"
+                emissions.append(_emission(sequence, len(sequence.tokens), "", ()))
+            self._settle(sequence)
+        for sequence, error in judged.failed:
+            text = sequence.visible
+            sequence.finish, sequence.error = "error", error
+            emissions.append(_emission(sequence, len(sequence.tokens), text, ()))
             self._settle(sequence)
         return emissions
 
     def run(self) -> Iterable[Emission]:
-        """Step until nothing is left, yielding what becomes true as it does."""
+        """Step until nothing is left, yielding what becomes true as it does.
+
+        Raises:
+            BitdraftError: a request ended with an error. Who serves several callers looks at `finish` and uses `step`.
+        """
         while self.scheduler.running or self.scheduler.waiting:
-            yield from self.step()
+            for emission in self.step():
+                if emission.finish == "error":
+                    raise BitdraftError(emission.error)
+                yield emission
+
+    def load(self) -> Load:
+        """How busy the engine is now."""
+        blocks, scheduler = self.target.blocks(), self.scheduler
+        return Load(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            kv_blocks_used=blocks.total - blocks.available,
+            kv_blocks_total=blocks.total,
+            cached_blocks=blocks.cached,
+            preemptions=scheduler.preemptions,
+        )
 
     def cancel(self, request: int) -> None:
         """Stop a request and free what it holds. An unknown request is no error."""
@@ -183,29 +271,23 @@ class Engine:
             return self.drafter.propose(batch.rows)
         return Proposal(((),) * len(batch.rows))
 
-    def _distributions(self, batch: Batch, proposal: Proposal, logits: Tensor) -> Sequence[Tensor | PointMasses]:
-        per_row, at = [], 0
-        for sequence, drafted in zip(batch.deciding, proposal.tokens, strict=True):
-            rows = logits if len(batch.deciding) == 1 else logits[at : at + len(drafted) + 1]
-            sampling, history = sequence.request.sampling, sequence.history
-            per_row.append(verifiable(rows, drafted, sampling, history, sequence.ending_ids))
-            at += len(drafted) + 1
-        return per_row
-
     def _settle(self, sequence: Running) -> None:
-        """Bring the caches of target and drafter to what is true, or free them if the request has ended."""
+        """Bring the caches of target and drafter to what is true, and free them if the request has ended."""
+        number = sequence.request.number
+        self.target.truncate(number, sequence.cached)
+        if self.drafter:
+            self.drafter.commit(number, sequence.cached)
         if sequence.finish:
             self._retire(sequence)
-            return
-        self.target.truncate(sequence.request.number, sequence.cached)
-        if self.drafter:
-            self.drafter.commit(sequence.request.number, sequence.cached)
 
     def _retire(self, sequence: Running) -> None:
         self.scheduler.retire(sequence)
-        self.target.release(sequence.request.number)
+        self._release(sequence.request.number)
+
+    def _release(self, request: int) -> None:
+        self.target.release(request)
         if self.drafter:
-            self.drafter.release(sequence.request.number)
+            self.drafter.release(request)
 
     def _roll_back(self, batch: Batch) -> None:
         """After an error: every cache back to what was true before the step."""
@@ -226,7 +308,7 @@ class Engine:
             return
         started, drafted, verified, ended = times
         rows = sum(count for _, count in batch.filling) + sum(1 + len(drafted) for drafted in proposal.tokens)
-        for b, emission in enumerate(emissions):
+        for b, emission in enumerate(emissions[: len(batch.deciding)]):
             sequence = batch.deciding[b]
             self._on_record(
                 StepRecord(
@@ -243,3 +325,21 @@ class Engine:
                     other_seconds=ended - verified,
                 )
             )
+
+
+def _emission(sequence: Running, known: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> Emission:
+    """What is new of a sequence: tokens from index `known` on, and text after `text`."""
+    emitted = len(sequence.tokens) - known
+    first = known == len(sequence.request.prompt)
+    return Emission(
+        request=sequence.request.number,
+        tokens=tuple(sequence.tokens[known:]),
+        origins=tuple(sequence.origins[len(sequence.origins) - emitted :]),
+        text=sequence.visible[len(text) :],
+        finish=sequence.finish,
+        stop_reason=sequence.stop_reason,
+        logprobs=logprobs[:emitted],
+        prompt_logprobs=tuple(sequence.scores) if first and sequence.request.prompt_logprobs is not None else (),
+        cached_tokens=(sequence.adopted or 0) if first else 0,
+        error=sequence.error,
+    )

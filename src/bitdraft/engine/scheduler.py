@@ -1,15 +1,18 @@
 """Who runs in the next step, and how many tokens each may draft.
 
-First come, first served. A request is admitted when the cache can hold it to its end, so that nothing has to be thrown
-out half-way; a long prompt is fed in chunks beside the others' decoding.
+First come, first served. A request is admitted when the cache has room for its prompt and what it writes first, not for
+all that it may come to write; a long prompt is fed in chunks beside the others' decoding. Where the rows of a step do
+not fit the cache, the youngest running request gives its place up: its cache is released, it waits again before all who
+came later, and goes on later where it was. Nothing of this changes an output: the random numbers of a request are named
+by positions. So whoever runs is older than whoever waits, the oldest one always gets on, and nobody starves.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..decoding.protocols import DraftRow
-from ..models.kv import BLOCK_SIZE
-from ..types import Feed, Proposal
+from ..decoding.protocols import DraftRow, LanguageModel
+from ..types import Blocks, Feed, Proposal
 from .sequence import Sequence
 
 
@@ -18,7 +21,8 @@ class Batch:
     """One step's work.
 
     Attributes:
-        filling: sequences that only get a chunk of their prompt into the cache, with the chunk's size.
+        filling: sequences that only get a chunk of their prompt into the cache, with the chunk's size; 0 for one that
+            needs nothing more.
         deciding: sequences whose whole text is in the cache after this step: they draft, verify and emit.
         rows: the deciding sequences as drafters see them, in the same order.
     """
@@ -28,15 +32,19 @@ class Batch:
     rows: tuple[DraftRow, ...]
 
     def feeds(self, proposal: Proposal) -> list[Feed]:
-        """What the target is given: chunks without logits, then true and drafted tokens of the deciding sequences."""
-        chunks = [
-            Feed(s.request.number, tuple(s.pending[:count]), s.cached, logits_from=count) for s, count in self.filling
-        ]
-        blocks = []
+        """What the target is given: chunks, then true and drafted tokens of the deciding sequences.
+
+        Chunks return logits only of rows that score the prompt; so do the rows before a deciding sequence's last one.
+        """
+        feeds = []
+        for s, count in self.filling:
+            tokens = tuple(s.pending[:count])
+            feeds.append(Feed(s.request.number, tokens, s.cached, logits_from=count - s.scoring_rows(count)))
         for s, drafted in zip(self.deciding, proposal.tokens, strict=True):
             true = s.pending
-            blocks.append(Feed(s.request.number, (*true, *drafted), s.cached, logits_from=len(true) - 1))
-        return chunks + blocks
+            first = len(true) - 1 - s.scoring_rows(len(true))
+            feeds.append(Feed(s.request.number, (*true, *drafted), s.cached, logits_from=first))
+        return [feed for feed in feeds if feed.tokens]
 
 
 class Scheduler:
@@ -44,56 +52,59 @@ class Scheduler:
 
     Attributes:
         waiting: admitted in this order.
-        running: sequences with a place in the cache.
+        running: sequences with a place in the cache, in the order in which they came.
+        preemptions: how often a running sequence gave its place up.
     """
 
-    def __init__(self, *, max_batch: int, max_rows: int, kv_tokens: int, context_length: int, max_draft: int) -> None:
+    def __init__(
+        self,
+        target: LanguageModel,
+        release: Callable[[int], None],
+        *,
+        max_batch: int,
+        max_rows: int,
+        max_scored: int,
+        context_length: int,
+        max_draft: int,
+    ) -> None:
         """Set the limits.
 
         Args:
+            target: whose cache is to be shared out.
+            release: forgets a request's caches, the target's and the drafter's.
             max_batch: running sequences at most.
             max_rows: rows of tokens in one step, a soft limit on chunks of prompts: decoding always goes on.
-            kv_tokens: tokens that the target's cache holds.
-            context_length: tokens of one sequence at most.
+            max_scored: rows of logits in one step that log-probabilities of prompts are made from.
+            context_length: tokens of one sequence at most; the cache holds as many.
             max_draft: longest block that is ever drafted; 0 without speculation.
         """
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._max_batch, self._max_rows = max_batch, max_rows
-        self._kv_tokens, self._context_length, self._max_draft = kv_tokens, context_length, max_draft
-
-    def footprint(self, sequence: Sequence) -> int:
-        """Cache tokens that a sequence can come to need, its longest block included, in whole blocks."""
-        total = len(sequence.request.prompt) + sequence.request.sampling.max_tokens + self._max_draft
-        return -(-min(total, self._context_length) // BLOCK_SIZE) * BLOCK_SIZE
+        self.preemptions = 0
+        self._target, self._release = target, release
+        self._max_batch, self._max_rows, self._max_scored = max_batch, max_rows, max_scored
+        self._context_length, self._max_draft = context_length, max_draft
 
     def schedule(self) -> Batch:
-        """Admit what fits, and divide the step's rows: decoding first, then chunks of prompts."""
-        held = sum(self.footprint(s) for s in self.running) if self.waiting else 0
-        while self.waiting and len(self.running) < self._max_batch:
-            held += self.footprint(self.waiting[0])
-            if self.running and held > self._kv_tokens:
-                break
-            self.running.append(self.waiting.popleft())
-        deciding = [s for s in self.running if len(s.tokens) - s.cached == 1]
-        room = max(self._max_rows - sum(1 + self.budget(s) for s in deciding), 1)
-        filling = []
-        for s in self.running:
-            pending = len(s.tokens) - s.cached
-            if pending > 1 and room > 0:
-                count = min(pending, room)
-                room -= count
-                if count == pending:
-                    deciding.append(s)
-                else:
-                    filling.append((s, count))
-        return Batch(tuple(filling), tuple(deciding), tuple(s.draft_row(self.budget(s)) for s in deciding))
+        """Make room for those who run, admit who fits, and divide the step's rows: decoding first, then prompts."""
+        while len(self.running) > 1 and self._least_of_all() > self._target.blocks().available:
+            self._preempt(self.running[-1])
+        while self.waiting and len(self.running) < self._max_batch and self._admit(self.waiting[0]):
+            pass
+        return self._divide()
 
     def budget(self, sequence: Sequence) -> int:
-        """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted."""
+        """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted.
+
+        Nothing beside rows that score a prompt: those are then the same calls with a draft and without one.
+        """
+        if not sequence.scored:
+            return 0
+        asked = sequence.request.max_draft
+        longest = self._max_draft if asked is None else min(asked, self._max_draft)
         left = sequence.request.sampling.max_tokens - len(sequence.origins)
         room = self._context_length - len(sequence.tokens)
-        return max(0, min(self._max_draft, left - 1, room - 1))
+        return max(0, min(longest, left - 1, room - 1))
 
     def retire(self, sequence: Sequence) -> None:
         """Take a finished or cancelled sequence out."""
@@ -101,3 +112,64 @@ class Scheduler:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+
+    def _least(self, s: Sequence, blocks: Blocks) -> int:
+        """New blocks without which a running sequence does not get on: for all its rows if it decides, else for one."""
+        rows = 1 + self.budget(s) if s.decides and s.missing == 1 else min(s.missing, 1)
+        return blocks.needed(s.cached, rows)
+
+    def _least_of_all(self) -> int:
+        blocks = self._target.blocks()
+        return sum(self._least(s, blocks) for s in self.running)
+
+    def _soon(self, s: Sequence, blocks: Blocks) -> int:
+        """New blocks for all missing tokens of a sequence, and for what it writes first."""
+        end = min(len(s.request.prompt) + s.request.sampling.max_tokens, self._context_length) - 1
+        return blocks.needed(s.cached, min(len(s.tokens) + max(blocks.size, self._max_draft), end) - s.cached)
+
+    def _preempt(self, s: Sequence) -> None:
+        self._release(s.request.number)
+        s.cached = 0
+        self.running.remove(s)
+        self.waiting.appendleft(s)
+        self.preemptions += 1
+
+    def _admit(self, s: Sequence) -> bool:
+        """Let the first in the queue run, with what the prefix cache has of it, if it fits beside those who run."""
+        number = s.request.number
+        adopted = self._target.adopt(number, s.tokens) if s.scored else 0  # scores need every row of the prompt
+        s.cached = adopted
+        blocks = self._target.blocks()
+        if self.running and sum(self._soon(r, blocks) for r in (*self.running, s)) > blocks.available:
+            self._target.release(number)
+            s.cached = 0
+            return False
+        if s.adopted is None:
+            s.adopted = adopted
+        self.running.append(self.waiting.popleft())
+        return True
+
+    def _divide(self) -> Batch:
+        blocks = self._target.blocks()
+        free = max(blocks.available - self._least_of_all(), 0)
+        deciding = [s for s in self.running if s.decides and s.missing == 1]
+        rows = max(self._max_rows - sum(1 + self.budget(s) for s in deciding), 1)
+        scored, filling = self._max_scored, []
+        for s in [s for s in self.running if not s.decides or s.missing > 1]:
+            least = self._least(s, blocks)
+            held = -(-s.cached // blocks.size) + least + free
+            count = min(s.missing, rows, held * blocks.size - s.cached)
+            while (excess := s.scoring_rows(count) - scored) > 0:
+                count -= excess
+            whole = s.decides and count == s.missing
+            if whole and blocks.needed(s.cached, count + self.budget(s)) > least + free:
+                whole, count = False, count - 1  # the last token waits until a whole draft fits behind it
+            if s.missing and not count:
+                continue
+            free -= blocks.needed(s.cached, count + whole * self.budget(s)) - least
+            rows, scored = rows - count, scored - s.scoring_rows(count)
+            if whole:
+                deciding.append(s)
+            else:
+                filling.append((s, count))
+        return Batch(tuple(filling), tuple(deciding), tuple(s.draft_row(self.budget(s)) for s in deciding))

@@ -7,11 +7,11 @@ from typing import Literal, Protocol
 from ..decoding.constraint import Constraint
 from ..decoding.protocols import DraftRow, Randomness
 from ..decoding.sampling import History
-from ..types import Origin, SamplingParams
+from ..types import Origin, SamplingParams, TokenLogprob
 
-Finish = Literal["stop", "length"]
-"""Why an output ended: an end-of-sequence token, stop id, stop string or the end of its grammar; or max_tokens or the
-context."""
+Finish = Literal["stop", "length", "error"]
+"""Why an output ended: an end-of-sequence token, stop id, stop string or the end of its grammar; max_tokens or the
+context; or something that went wrong with this request alone."""
 
 
 class TextStream(Protocol):
@@ -53,9 +53,9 @@ class Request:
     max_draft: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """The state of a request. Only `Engine.commit` changes it.
+    """The state of a request. Only `Engine.commit` changes what is true of it, and the scheduler its place.
 
     Attributes:
         request: what was asked.
@@ -65,8 +65,12 @@ class Sequence:
         ending_ids: end-of-sequence and stop ids, which end the output.
         origins: where each output token came from.
         cached: tokens that the target's KV holds, all of them true.
+        adopted: tokens of the prompt that the prefix cache held; None until the request is admitted.
+        scores: log-probabilities of the prompt's tokens as far as they are known, where they are asked for.
         text: the output's text, cut before a stop string; empty without a detokeniser.
         finish: why it ended; None while it runs.
+        stop_reason: the stop id or string that ended it, if one did.
+        error: what went wrong, with the finish "error".
     """
 
     request: Request
@@ -76,8 +80,12 @@ class Sequence:
     ending_ids: frozenset[int]
     origins: list[Origin] = field(default_factory=list)
     cached: int = 0
+    adopted: int | None = None
+    scores: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     text: str = ""
     finish: Finish | None = None
+    stop_reason: int | str | None = None
+    error: str = ""
 
     @property
     def output(self) -> list[int]:
@@ -85,9 +93,36 @@ class Sequence:
         return self.tokens[len(self.request.prompt) :]
 
     @property
+    def decides(self) -> bool:
+        """Whether an output is asked for, or only what the prompt is like."""
+        return self.request.sampling.max_tokens > 0
+
+    @property
+    def missing(self) -> int:
+        """How many true tokens the target's KV does not hold yet and has to: the last one only if something follows."""
+        if self.decides:
+            return len(self.tokens) - self.cached
+        return 0 if self.scored else len(self.tokens) - 1 - self.cached
+
+    @property
     def pending(self) -> Tokens[int]:
-        """True tokens that the target's KV does not hold yet."""
-        return self.tokens[self.cached :]
+        """The missing tokens."""
+        return self.tokens[self.cached : self.cached + self.missing]
+
+    @property
+    def scored(self) -> bool:
+        """Whether all that is asked about the prompt is known."""
+        return self.request.prompt_logprobs is None or len(self.scores) == len(self.request.prompt)
+
+    def scoring_rows(self, count: int) -> int:
+        """How many of the next `count` missing tokens tell the log-probability of the prompt token after them.
+
+        They are the last ones, but for the prompt's own last token.
+        """
+        if self.scored:
+            return 0
+        end = min(self.cached + count, len(self.request.prompt) - 1)
+        return max(0, end - max(self.cached, len(self.scores) - 1))
 
     @property
     def visible(self) -> str:
@@ -123,8 +158,10 @@ class Sequence:
         self.tokens.append(token)
         self.origins.append(origin)
         self.history = self.history.extended(token)
-        if self._reaches_stop_string(token) or token in self.ending_ids or self.history.ended:
+        if self._reaches_stop_string(token):
             self.finish = "stop"
+        elif token in self.ending_ids or self.history.ended:
+            self.finish, self.stop_reason = "stop", token if token in sampling.stop_ids else None
         elif len(self.origins) >= sampling.max_tokens or len(self.tokens) >= context_length:
             self.finish = "length"
         if self.finish == "length" and self.request.text:
@@ -135,8 +172,9 @@ class Sequence:
             return False
         before = len(self.text)
         self.text += self.request.text.push(token)
-        found = [self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self.request.sampling.stop]
-        starts = [at for at in found if at >= 0]
-        if starts:
-            self.text = self.text[: min(starts)]
-        return bool(starts)
+        stops = self.request.sampling.stop
+        starts = [(self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in stops]
+        found = min(((at, stop) for at, stop in starts if at >= 0), default=None)
+        if found:
+            self.text, self.stop_reason = self.text[: found[0]], found[1]
+        return found is not None

@@ -68,7 +68,6 @@ class Bench:
             eos_ids=self.eos_ids,
             max_draft=candidate.k if candidate else 0,
             max_batch=1,
-            kv_tokens=self.target.context_length,
             rule=self.rule,
             on_record=records.append,
             clock=self.clock,

@@ -73,17 +73,16 @@ def write_probe(
     context = target.checkpoint.config.context_length
     ids = tokenise(asked, target.tokenizer, sampling.max_tokens, context)
     longest = max(len(tokens) for tokens in ids.values()) + sampling.max_tokens
-    kv_tokens = batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE
     model = load_model(
         target,
         recipe,
-        kv_tokens=kv_tokens,
+        kv_tokens=batch * (-(-longest // BLOCK_SIZE) + 1) * BLOCK_SIZE,
         rng=np.random.default_rng(sampling.seed),
         calibration=[target.tokenizer.encode(text) for text in calibration_texts()],
         progress=progress,
     )
     texts = []
-    written = write_texts(model, ids, sampling, tuple(target.tokenizer.eos_ids), batch, kv_tokens, clock)
+    written = write_texts(model, ids, sampling, tuple(target.tokenizer.eos_ids), batch, clock)
     for text, hidden_TD in written:
         key = (text.workload, text.index)
         texts.append(ProbeText(*key, ids[key], text.ids, hidden_TD))

@@ -99,18 +99,17 @@ def run(
     ids = tokenise(prompts, target_source.tokenizer, config.sampling.max_tokens, context)
     writer = TraceWriter(folder)
     writer.begin(_describe(config, recipes, prompts, target_source, draft_source, command))
-    kv_tokens = _cache_size(config, ids)
     target = load_model(
         target_source,
         target_recipe,
-        kv_tokens=kv_tokens,
+        kv_tokens=_cache_size(config, ids),
         rng=np.random.default_rng(config.sampling.seed),
         calibration=[target_source.tokenizer.encode(text) for text in calibration_texts()],
         kv=config.kv,
         progress=progress,
     )
     job = _Job(config, writer, target_source, draft_source, target, ids, progress, clock)
-    _write_texts(job, kv_tokens)
+    _write_texts(job)
     _time_target(job)
     kept: dict[str, CachedModel] = {}  # what took long to make is not made again to be confirmed
     for name, recipe in recipes.items():
@@ -129,10 +128,10 @@ def _cache_size(config: MeasureConfig, prompts: Mapping[Key, Sequence[int]]) -> 
     return max(config.batch * per_text, TIMING_CONTEXT + max(config.draft_lengths) + BLOCK_SIZE)
 
 
-def _write_texts(job: _Job, kv_tokens: int) -> None:
+def _write_texts(job: _Job) -> None:
     missing = {key: ids for key, ids in job.prompts.items() if not job.writer.has(Text, *key)}
     done, total = len(job.prompts) - len(missing), len(job.prompts)
-    texts = write_texts(job.target, missing, job.sampling, job.eos_ids, job.config.batch, kv_tokens, job.clock)
+    texts = write_texts(job.target, missing, job.sampling, job.eos_ids, job.config.batch, job.clock)
     job.progress(done, total, "target writes")
     for text, hidden in texts:
         save_hidden(job.writer.folder, (text.workload, text.index), hidden)

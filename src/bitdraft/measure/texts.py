@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.engine import Engine
 from ..engine.sequence import Request
-from ..errors import UsageError
+from ..errors import NumericsError, UsageError
 from ..models.cached import CachedModel
 from ..models.tokenizer import Tokenizer
 from ..types import Feed, SamplingParams, StepRecord
@@ -54,8 +54,12 @@ class _HiddenKeeper:
     def __init__(self, model: CachedModel) -> None:
         self._model = model
         self.vocab_size, self.context_length = model.vocab_size, model.context_length
-        self.truncate, self.release = model.truncate, model.release
+        self.truncate, self.release, self.blocks = model.truncate, model.release, model.blocks
         self.rows: dict[int, list[Tensor]] = {}
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Nothing: every row is wanted."""
+        return 0
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         x_RD = self._model.hidden(feeds)
@@ -71,7 +75,6 @@ def write_texts(
     sampling: SamplingParams,
     eos_ids: Sequence[int],
     batch: int,
-    kv_tokens: int,
     clock: Callable[[], float],
 ) -> Iterator[tuple[Text, Tensor]]:
     """Decode plainly, several prompts side by side, and yield each output as it ends.
@@ -86,9 +89,7 @@ def write_texts(
         spent = (record.draft_seconds + record.verify_seconds + record.other_seconds) / record.batch
         seconds[record.request] = seconds.get(record.request, 0.0) + spent
 
-    engine = Engine(
-        keeper, None, eos_ids=eos_ids, max_draft=0, max_batch=batch, kv_tokens=kv_tokens, on_record=share, clock=clock
-    )
+    engine = Engine(keeper, None, eos_ids=eos_ids, max_draft=0, max_batch=batch, on_record=share, clock=clock)
     keys = list(prompts)
     for number, key in enumerate(keys):
         engine.submit(Request(number, tuple(prompts[key]), sampling))
@@ -98,6 +99,8 @@ def write_texts(
             outputs.setdefault(emission.request, []).extend(emission.tokens)
             if emission.finish is None:
                 continue
+            if emission.finish == "error":
+                raise NumericsError(emission.error)
             workload, index = keys[emission.request]
             text = Text(
                 workload=workload,

@@ -17,9 +17,10 @@ from .. import ops
 from ..errors import NumericsError, UsageError
 from ..formats.kv import KV_FORMATS, KVFormat
 from ..ops.batch import Listed, Ragged
-from ..types import Feed
+from ..types import Blocks, Feed
 from .decoder import Decoder, Observer
 from .kv import BLOCK_SIZE, BlockPool, BlockTable
+from .prefix import Path, PrefixCache
 
 
 class CachedModel:
@@ -41,6 +42,7 @@ class CachedModel:
         context_length: int | None = None,
         kv: KVFormat = KV_FORMATS["bf16"],
         kv_scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+        prefix_cache: bool = False,
     ) -> None:
         """Allocate the cache.
 
@@ -53,6 +55,8 @@ class CachedModel:
             kv: what keys and values are kept in; float32 is for an exact oracle.
             kv_scales: for a format that needs them, of keys and values for each layer, [J] float32 both: see
                 `find_scales`.
+            prefix_cache: keep what requests computed for others that begin alike. Formats with codes have none, whatever
+                is asked: see `PrefixCache`.
         """
         config = decoder.config
         self.decoder = decoder
@@ -62,6 +66,22 @@ class CachedModel:
         blocks = -(-kv_tokens // BLOCK_SIZE)
         self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv, scales=kv_scales)
         self._tables: dict[int, BlockTable] = {}
+        self._prefix = PrefixCache(self.pool) if prefix_cache and not kv.bits else None
+        self._paths: dict[int, Path] = {}  # of the requests that adopted
+
+    def blocks(self) -> Blocks:
+        """What the cache has room for now."""
+        idle = self._prefix.idle if self._prefix else 0
+        return Blocks(self.pool.block_size, self.pool.num_blocks, self.pool.num_free, idle)
+
+    def adopt(self, request: int, tokens: Sequence[int]) -> int:
+        """Start `request` with the longest prefix that is cached: see `LanguageModel.adopt`."""
+        assert request not in self._tables, f"request {request} is known already"
+        if self._prefix is None:
+            return 0
+        table = self._tables[request] = BlockTable(self.pool)
+        self._paths[request] = self._prefix.start(table, tokens)
+        return table.length
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`.
@@ -93,6 +113,8 @@ class CachedModel:
         wanted: list[int] = []
         row = 0
         for feed in feeds:
+            if path := self._paths.get(feed.request):
+                path.tokens += feed.tokens
             wanted += range(row + feed.logits_from, row + len(feed.tokens))
             row += len(feed.tokens)
         return x_RD if len(wanted) == row else x_RD[wanted]
@@ -125,18 +147,27 @@ class CachedModel:
 
     def truncate(self, request: int, length: int) -> None:
         """Forget everything of `request` past `length` tokens."""
-        if request in self._tables:
-            self._tables[request].truncate(length)
+        if request not in self._tables:
+            return
+        table = self._tables[request]
+        table.truncate(length)
+        if self._prefix and (path := self._paths.get(request)):
+            self._prefix.keep(path, table)
 
     def release(self, request: int) -> None:
-        """Forget `request` and give its blocks back."""
-        if request in self._tables:
-            self._tables.pop(request).truncate(0)
+        """Forget `request` and give its blocks back. What it held past its last truncation is nobody's prefix."""
+        if request not in self._tables:
+            return
+        self._tables.pop(request).truncate(0)
+        if self._prefix and (path := self._paths.pop(request, None)):
+            self._prefix.leave(path)
 
     def fork(self, request: int, twin: int) -> None:
         """Start `twin` with everything that `request` holds, sharing its blocks."""
         assert twin not in self._tables
         self._tables[twin] = self._tables[request].fork()
+        if path := self._paths.get(request):
+            self._paths[twin] = Path(path.tokens, path.nodes)
 
     def length(self, request: int) -> int:
         """Tokens that the cache holds for `request`; 0 if it was never seen."""
@@ -155,6 +186,8 @@ class CachedModel:
             slots: list[int] = []
             try:
                 for i, some in zip(mine, cut, strict=True):
+                    if self._prefix:
+                        self._prefix.make_room(tables[i].missing(len(some.tokens)))
                     slots += tables[i].append(len(some.tokens), feeds[i].start)
             except UsageError:
                 for feed, table in zip(feeds, tables, strict=True):

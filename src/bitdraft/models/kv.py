@@ -191,6 +191,15 @@ class BlockTable:
         self.blocks: list[int] = []
         self.length = self.encoded = self.sealed = 0
 
+    def missing(self, count: int) -> int:
+        """Blocks that `append` takes for `count` more tokens."""
+        missing = -(-(self.length + count) // self._pool.block_size) - len(self.blocks)
+        return missing + (count > 0 and self._last_is_shared())
+
+    def _last_is_shared(self) -> bool:
+        """Whether the last block is to be written on while others use it."""
+        return self.length % self._pool.block_size > 0 and self._pool.shared(self.blocks[-1])
+
     def append(self, count: int, kept: int | None = None) -> list[int]:
         """Make room for `count` more tokens and return their slots (block * block_size + offset).
 
@@ -204,21 +213,19 @@ class BlockTable:
         Raises:
             OutOfBlocks: if the pool cannot hold them; the table is then as it was.
         """
-        size = self._pool.block_size
-        missing = -(-(self.length + count) // size) - len(self.blocks)
-        partial = self.length // size if self.length % size else None
-        copy_first = count > 0 and partial is not None and self._pool.shared(self.blocks[partial])
-        if missing + copy_first > self._pool.num_free:
+        size, missing = self._pool.block_size, self.missing(count)
+        if missing > self._pool.num_free:
             raise OutOfBlocks(
-                f"{count} more tokens need {missing + copy_first} KV blocks of {size}, {self._pool.num_free} are free. "
+                f"{count} more tokens need {missing} KV blocks of {size}, {self._pool.num_free} are free. "
                 "Run fewer sequences at once, shorter ones, or with a larger KV cache."
             )
         self._settle(count, self.length if kept is None else kept)
-        if copy_first and partial is not None:
-            old = self.blocks[partial]
-            self.blocks[partial] = self._pool.copy(old)
+        if count and self._last_is_shared():
+            old = self.blocks[-1]
+            self.blocks[-1] = self._pool.copy(old)
             self._pool.give_back(old, copied=True)
-        self.blocks.extend(self._pool.take() for _ in range(missing))
+        while len(self.blocks) * size < self.length + count:
+            self.blocks.append(self._pool.take())
         places = range(self.length, self.length + count)
         self.length += count
         return [self.blocks[i // size] * size + i % size for i in places]
@@ -254,6 +261,19 @@ class BlockTable:
         del self.blocks[needed:]
         self.length = length
         self.encoded, self.sealed = min(self.encoded, length // size), min(self.sealed, needed)
+
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Begin an empty table with full blocks that others use."""
+        assert not self.blocks
+        for block in blocks:
+            self._pool.share(block, copied=False)
+        self.blocks, self.length = list(blocks), len(blocks) * self._pool.block_size
+
+    def replace(self, i: int, block: int) -> None:
+        """Use `block`, which holds the same tokens after the same text, in place of the i-th."""
+        self._pool.share(block, copied=False)
+        self._pool.give_back(self.blocks[i], copied=False)
+        self.blocks[i] = block
 
     def fork(self) -> "BlockTable":
         """A second sequence with the same tokens, sharing every block."""

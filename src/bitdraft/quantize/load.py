@@ -82,6 +82,7 @@ def load_model(
     context_length: int | None = None,
     calibration: Sequence[Sequence[int]] | None = None,
     kv: str | None = None,
+    prefix_cache: bool = False,
     progress: Progress | None = None,
 ) -> CachedModel:
     """A model in `recipe` with a KV cache, for a target or a draft.
@@ -97,6 +98,7 @@ def load_model(
         calibration: token ids of texts, for recipes that need them.
         kv: format of keys and values, see `formats.kv`; None for bf16, or f32 beside float32 activations. One with
             scales finds them from `calibration`.
+        prefix_cache: keep what requests computed for others that begin alike.
         progress: called while weights are quantised.
 
     Raises:
@@ -117,6 +119,7 @@ def load_model(
         context_length=context_length,
         kv=kv_format,
         kv_scales=find_scales(decoder, text) if kv_format.needs_scales else None,
+        prefix_cache=prefix_cache,
     )
 
 
