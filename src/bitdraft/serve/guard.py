@@ -19,7 +19,7 @@ from .respond import ClientGone
 NOTES = "bitdraft.notes"
 """Where in an ASGI scope endpoints put what the log is to say of their request."""
 OPEN_PATHS = {"/", "/health"}
-"""Paths that need no key, and those of the page."""
+"""Paths that need no key; what the page consists of, below `/web/`, needs none either."""
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[\w.:\-]{1,128}")
@@ -101,7 +101,7 @@ class Keyed:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer with status 401."""
         shown = dict(scope.get("headers", ())).get(b"authorization", b"")
-        free = scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith("/page/")
+        free = scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith("/web/")
         if free or hmac.compare_digest(shown, self._expected):
             await self._app(scope, receive, send)
             return
