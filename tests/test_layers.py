@@ -149,11 +149,24 @@ def test_every_part_has_a_layer():
     assert {part_of(module) for module in MODULES} - {None} <= set(HEIGHT)
 
 
+def packages(requirements: list[str]) -> set[str]:
+    """Names of modules of required packages."""
+    return {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in requirements}
+
+
 def test_only_declared_packages_are_imported():
+    """Those of an extra only inside functions, or where types are checked: without the extra the module still loads."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = {re.split(r"[^\w-]", name)[0].replace("-", "_") for name in project["dependencies"]}
+    declared = packages(project["dependencies"])
+    extras = packages(
+        [name for key, names in project["optional-dependencies"].items() if key != "dev" for name in names]
+    )
     foreign = {module: foreign_imports(*read(module)) - declared for module in MODULES}
-    assert {module: names for module, names in foreign.items() if names} == {}
+    assert {module: names for module, names in foreign.items() if names - extras} == {}
+    for module in (module for module, names in foreign.items() if names):
+        source = ast.parse(read(module)[2])
+        loaded = [node for node in source.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert not {name.split(".")[0] for _, name in imported_modules(module, False, ast.Module(loaded, []))} & extras
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -19,12 +19,14 @@ class Running:
         self.service = service
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        ready = threading.Event()
         settings = {"http": "h11", "loop": "asyncio", "ws": "none", "log_config": None, "lifespan": "on"}
-        self._server = uvicorn.Server(uvicorn.Config(create_app(service, ready.set), **settings))
+        self._server = uvicorn.Server(uvicorn.Config(create_app(service), **settings))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
-        assert ready.wait(30)
+        end = time.monotonic() + 30
+        while not self._server.started and time.monotonic() < end:
+            time.sleep(0.01)
+        assert self._server.started
 
     def __enter__(self) -> Self:
         return self

@@ -245,13 +245,8 @@ def models(service: Service) -> dict[str, Any]:
     }
 
 
-def create_app(service: Service, announce: Callable[[], None] = lambda: None) -> Starlette:
-    """The ASGI application that serves a model.
-
-    Args:
-        service: the model, and what serving it takes. The lifespan of the application starts and stops its engine.
-        announce: called when it runs.
-    """
+def create_app(service: Service) -> Starlette:
+    """The ASGI application that serves a model; its lifespan starts and stops the engine's thread."""
 
     def fixed(make: Callable[[], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(_: Request) -> Response:
@@ -276,7 +271,6 @@ def create_app(service: Service, announce: Callable[[], None] = lambda: None) ->
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service.worker.start()
-        announce()
         try:
             yield
         finally:

@@ -93,9 +93,14 @@ def make_service(
 class _Server(uvicorn.Server):
     """An HTTP server that stops in order at the first signal, and at once at the second."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, announce: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service = service
+        self._service, self._announce = service, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._announce()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -127,7 +132,7 @@ def serve(service: Service, listening: socket.socket, announce: Callable[[], Non
         announce: called when clients can come.
     """
     config = uvicorn.Config(
-        create_app(service, announce),
+        create_app(service),
         http="h11",
         loop="asyncio",
         ws="none",
@@ -138,4 +143,4 @@ def serve(service: Service, listening: socket.socket, announce: Callable[[], Non
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(service.settings.drain) + 5,
     )
-    asyncio.run(_Server(config, service).serve(sockets=[listening]))
+    asyncio.run(_Server(config, service, announce).serve(sockets=[listening]))
