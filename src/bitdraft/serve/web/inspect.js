@@ -14,9 +14,11 @@ export function visible(text) {
   return text.replace(/[ \n\t]/g, (space) => SPACES[space]);
 }
 
-function percent(logprob) {
+/** A log-probability and the probability it stands for. */
+function chance(logprob) {
   const share = 100 * Math.exp(logprob);
-  return share >= 0.1 ? `${share.toFixed(1)} %` : "below 0.1 %";
+  const percent = share >= 0.1 ? `${share.toFixed(1)} %` : "below 0.1 %";
+  return `${logprob.toFixed(3).replace("-0.000", "0.000")} (${percent})`;
 }
 
 function lines(token) {
@@ -25,11 +27,11 @@ function lines(token) {
     ["origin", `${token.origin}: ${MEANING[token.origin]}`],
   ];
   if (token.logprob !== undefined) {
-    found.push(["logprob", `log-probability ${token.logprob.toFixed(3)} (${percent(token.logprob)})`]);
+    found.push(["logprob", `log-probability ${chance(token.logprob)}`]);
   }
   for (const other of token.others ?? []) {
     if (other.token !== token.text) {
-      found.push(["other", `instead: ${visible(other.token)} ${other.logprob.toFixed(3)} (${percent(other.logprob)})`]);
+      found.push(["other", `instead: ${visible(other.token)} ${chance(other.logprob)}`]);
     }
   }
   if (token.parts > 1) found.push(["other", `a character written by ${token.parts} tokens; this is the last one`]);
