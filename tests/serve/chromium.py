@@ -96,8 +96,7 @@ class Chromium:
             tab.call(f"{domain}.enable")
         tab.resize(width, height)
         tab.prefer(dark=dark)
-        tab.call("Page.navigate", url=url)
-        tab.wait("document.readyState === 'complete'")
+        tab.load(url)
         return tab
 
 
@@ -110,6 +109,18 @@ class Tab:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The result of a DevTools method for this tab."""
         return self._browser.call(method, self._session, **parameters)
+
+    def load(self, url: str) -> None:
+        """Go to a page, and forget what the one before did."""
+        self.call("Page.navigate", url="about:blank")
+        self.wait("location.href === 'about:blank'")
+        self.forget()
+        self.call("Page.navigate", url=url)
+        self.wait(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+
+    def forget(self) -> None:
+        """Forget what was said and asked for so far."""
+        self._browser.events[:] = [e for e in self._browser.events if e.get("sessionId") != self._session]
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression, waited for if it is a promise."""

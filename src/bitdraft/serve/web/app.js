@@ -8,6 +8,7 @@ import { addAnswer, addFault, addUser } from "./thread.js";
 
 const BUSY_POLL = 2000;
 const IDLE_POLL = 15000;
+const PLAINLY = "This server decodes plainly: it was started without a draft, so every token is the target's own.";
 const $ = (id) => document.getElementById(id);
 
 const state = { info: null, messages: [], running: null, last: null, timer: 0 };
@@ -44,7 +45,11 @@ function describe(info) {
   document.title = `${info.models[0]} \u00b7 bitdraft`;
   document.body.classList.toggle("plain", !draft);
   $("plainly").hidden = Boolean(draft);
-  $("plainly").textContent = draft ? "" : "This server decodes plainly: it was started without a draft.";
+  $("plainly").textContent = draft ? "" : PLAINLY;
+  if (!draft) {
+    $("empty-title").textContent = `Talk to ${info.models[0]}.`;
+    $("empty-text").textContent = PLAINLY;
+  }
 }
 
 async function poll() {
