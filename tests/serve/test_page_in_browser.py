@@ -109,10 +109,9 @@ def test_an_answer_shows_where_its_tokens_are_from(tab: Tab) -> None:
     assert len(colours) == sum(count > 0 for count in seen.values())
     total = int(tab.text("#tokens").split()[0])
     assert total == sum(counts[o] for o in ("draft", "corrected", "free"))
-    drafted, accepted = (
-        tab.run("document.getElementById('accepted').textContent").split(" (")[1][:-1].split(" of ")[::-1]
-    )
-    assert int(accepted) == counts["draft"] <= int(drafted)
+    accepted, drafted = map(int, tab.text("#accepted-of").split(" of "))
+    assert tab.text("#accepted") == f"{accepted / drafted:.3f}"
+    assert accepted == counts["draft"] <= drafted
     assert 0 < float(tab.text("#conditional")) < 1
     bars = tab.run("document.querySelectorAll('#steps .drafted, #steps .none').length")
     assert f"{bars} steps" in tab.run("document.getElementById('steps').getAttribute('aria-label')")

@@ -117,7 +117,8 @@ export function showTally(tally) {
   set("count-cached", String(tally.cached));
   set("conditional", fixed(tally.tested ? tally.overlap / tally.tested : null, 3));
   const { drafted, accepted } = tally;
-  set("accepted", drafted ? `${(accepted / drafted).toFixed(3)} (${accepted} of ${drafted})` : NONE);
+  set("accepted", fixed(drafted ? accepted / drafted : null, 3));
+  set("accepted-of", drafted ? `${accepted} of ${drafted}` : "of all");
   drawSteps(tally.steps);
 }
 
