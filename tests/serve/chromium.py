@@ -18,10 +18,19 @@ FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "go
 PATIENCE = 30.0
 """Seconds to wait for what has to come."""
 _FLAGS = (
-    "--headless=new --remote-debugging-pipe --no-sandbox --disable-gpu --no-first-run --disable-extensions "
-    "--disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage "
-    "--hide-scrollbars --force-color-profile=srgb"
-).split()
+    "--headless=new",
+    "--remote-debugging-pipe",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+)
 _MOVE = "import os, sys; [os.dup2(int(fd), to) for fd, to in zip(sys.argv[1:3], (3, 4))]; "
 _START = _MOVE + "os.execvp(sys.argv[3], sys.argv[3:])"
 _KEYS = {"Enter": 13, "Escape": 27, "ArrowRight": 39, "ArrowLeft": 37, "Tab": 9, "/": 191}

@@ -325,7 +325,8 @@ def test_tokens_fit_the_text_however_a_stream_is_cut(tab: Tab) -> None:
           const said = [["<think>", null], ["so", "reasoning"], [" it", "reasoning"], ["</think>", null],
             ["\\n\\n", null], ["a", "content"], [[0xe6, 0xbc], "content"], [[0xa2], "content"], ["b.", "content"],
             [" c", "content"], ["<|im_end|>", null]];
-          const tokens = said.map(([text], at) => ({ token: String(text), at, bytes: Array.isArray(text) ? text : bytes(text) }));
+          const tokens = said.map(([text], at) =>
+            ({ token: String(text), at, bytes: Array.isArray(text) ? text : bytes(text) }));
           const kinds = { reasoning: "so it", content: "a\\u6f22b. c" };
           let seed = 1;
           const random = (below) => (seed = (seed * 48271) % 2147483647) % below;
@@ -353,7 +354,8 @@ def test_tokens_fit_the_text_however_a_stream_is_cut(tab: Tab) -> None:
             const shows = Object.fromEntries(pieces.flatMap((p) => p.tokens.map((t) => [t.at, p.text])));
             const right = text("reasoning") === kinds.reasoning && text("content") === kinds.content
               && order.join() === [...tokens.keys()].join() && shows[0] === "" && shows[1] === "so" && shows[3] === ""
-              && shows[5] === "a" && shows[6] === "\\u6f22" && shows[7] === "\\u6f22" && shows[9] === " c" && shows[10] === "";
+              && shows[5] === "a" && shows[6] === "\\u6f22" && shows[7] === "\\u6f22" && shows[9] === " c"
+              && shows[10] === "";
             if (!right) wrong.push(pieces);
           }
           return wrong.slice(0, 1);
