@@ -55,8 +55,12 @@ NOT_HERE = {
         "bitdraft quantize smollm2-135m",
         "bitdraft bench kernels",
         "bitdraft bench step smollm2-135m",
+        "bitdraft bench serve",
+        "bitdraft serve",
         "bitdraft pull smollm2-135m",
     ],
+    "docs/how-to/serve.md": ["bitdraft serve"],
+    "docs/how-to/measure-a-server.md": ["bitdraft bench serve"] * 5,
     "docs/how-to/use-your-machine-well.md": ["bitdraft bench kernels"],
     "docs/tutorial/first-measurement.md": [
         "bitdraft pull qwen2.5-coder-1.5b qwen2.5-coder-0.5b",
@@ -151,7 +155,7 @@ def test_every_shown_command_parses_and_names_things_that_exist(where, command):
                 Recipe.parse(name)
     for name in str(given.get("workload") or "").split(","):
         if name and not name.endswith(".jsonl"):
-            load_workload(name, given["prompts"])
+            load_workload(name, given.get("prompts"))
     if verb == "measure":
         assert cli.measure.draft_lengths(given["k"])
     known = {*KNOWN_MODELS, "my-target", "my-draft", "ngram"}
@@ -290,7 +294,7 @@ def test_documented_defaults_are_true(verb):
 def test_every_environment_variable_is_documented_and_no_other():
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     text = section("docs/reference/cli.md", "Environment variables")
-    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(re.findall(r"\bBITDRAFT_[A-Z]+\b", sources))
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(re.findall(r"\bBITDRAFT_[A-Z_]+\b", sources))
 
 
 # Reference pages against the code
@@ -306,7 +310,7 @@ def test_formats_page_lists_every_format_with_its_bits():
 def test_kv_formats_page_and_help_list_every_format_with_its_bits():
     rows = re.findall(r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) ", PAGES["docs/reference/kv-formats.md"], re.MULTILINE)
     assert rows == [(n, *(f"{kv.bits_per_number(C):.2f}" for C in (64, 128))) for n, kv in KV_FORMATS.items()]
-    for verb in ("generate", "measure", "bench step"):
+    for verb in ("generate", "measure", "serve", "bench step"):
         (option,) = (option for option in VERBS[verb].params if option.name == "kv")
         assert re.findall(r"[\w-]+(?=,| or|\. D)|(?<=or )[\w-]+", option.help) == [*KV_FORMATS]
 

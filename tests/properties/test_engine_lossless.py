@@ -4,8 +4,9 @@ Each request's output must follow the law of sampling token by token from the ta
 alone and in a batch with requests of other kinds. Then faults are planted in the engine, and must show.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 import pytest
 from enumeration import law, total_variation
@@ -15,13 +16,15 @@ from bitdraft.decoding.lookahead import Confidence, Fixed
 from bitdraft.decoding.protocols import Drafter, LookaheadPolicy
 from bitdraft.drafters.model import ModelDrafter
 from bitdraft.drafters.ngram import NGramDrafter
-from bitdraft.drafters.scripted import always
+from bitdraft.drafters.scripted import Scripted, always
 from bitdraft.engine import engine as engine_module
 from bitdraft.engine import judge as judge_module
 from bitdraft.engine import sequence as sequence_module
+from bitdraft.engine.controller import Asked, FixedLengths, MeasuredLengths
+from bitdraft.engine.curve import StepCost, StepCurve
 from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
-from bitdraft.types import SamplingParams
+from bitdraft.types import SamplingParams, StepRecord
 
 TARGET, DRAFT = random_table(1), random_table(2)
 ENDING = frozenset({EOS})
@@ -52,6 +55,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tuple[Text, ...]:
     """Run all requests at once; the outputs by request."""
+    lengths = options.pop("lengths", lambda: None)()
     engine = Engine(
         TableModel(options.pop("target", TARGET), options.pop("context_length", 64)),
         drafter,
@@ -59,8 +63,12 @@ def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tup
         max_draft=3,
         max_batch=options.pop("max_batch", 4),
         randomness=branches.randomness,
+        lengths=lengths,
+        clock=count().__next__,
         **options,
     )
+    if isinstance(lengths, Adversary):
+        lengths.engine = engine
     for number, case in enumerate(cases):
         engine.submit(Request(number, case.prompt, case.params, constraint=case.constraint))
     outputs: dict[int, Text] = dict.fromkeys(range(len(cases)), ())
@@ -96,6 +104,56 @@ LENGTHS = (0, 1, 0)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_one_request(drafter: str, rule: str) -> None:
     assert distance([Case(LENGTHS, SAMPLING)], DRAFTERS[drafter], rule=rule) <= TOLERANCE
+
+
+class Adversary:
+    """Lengths that depend on everything that is committed, of all requests, and on what became of earlier blocks."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.accepted = 0
+
+    def lengths(self, asked: Sequence[Asked]) -> list[int]:
+        assert self.engine is not None
+        texts = {s.request.number: tuple(s.tokens) for s in self.engine.scheduler.running}
+        seen = sum((i + 1) * (token + 1) for text in texts.values() for i, token in enumerate(text)) + self.accepted
+        return [(seen + sum(texts[one.request][-2:]) + one.request) % (one.limit + 1) for one in asked]
+
+    def observe(self, record: StepRecord) -> None:
+        self.accepted = 3 * self.accepted + record.accepted
+
+    def forget(self, request: int) -> None:
+        self.accepted += 1
+
+    def reasons(self) -> str:
+        return "To find a bias."
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_lengths_that_look_at_everything_committed(rule: str) -> None:
+    """A length is chosen before anything is drafted, from the past alone: whatever it is, the law is the target's."""
+    alone = [Case(LENGTHS, SAMPLING)]
+    pair = [Case(LENGTHS, replace(SAMPLING, max_tokens=3)), Case((1, 1), replace(SAMPLING, max_tokens=2, seed=1))]
+    for cases in (alone, pair):
+        assert distance(cases, DRAFTERS["model, fixed"], rule=rule, lengths=Adversary) <= TOLERANCE
+
+
+def test_measured_lengths_change_nothing_about_the_law() -> None:
+    """The real policy, in a time in which drafts pay after one text and do not after another."""
+
+    def policy() -> MeasuredLengths:
+        curve = StepCurve(tuple(StepCost(rows, 1, 1, 10.0 + rows) for rows in (1, 2, 4)))
+        return MeasuredLengths(curve, StepCurve((StepCost(1, 1, 1, 3.0),)), {"": (0.5,)})
+
+    assert distance([Case(LENGTHS, SAMPLING)], DRAFTERS["model, fixed"], lengths=policy) <= TOLERANCE
+
+
+def test_where_nothing_is_to_be_drafted_the_draft_does_not_run() -> None:
+    def refuse(row) -> list[int]:
+        raise AssertionError("a draft was asked for")
+
+    case = Case(LENGTHS, SAMPLING)
+    assert distance([case], lambda: Scripted(refuse), lengths=lambda: FixedLengths(0)) <= TOLERANCE
 
 
 def test_without_a_drafter() -> None:
@@ -268,7 +326,19 @@ def neighbours_swapped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine_module, "judge", judge)
 
 
+def drafts_dropped_for_what_they_are(patch: pytest.MonkeyPatch) -> None:
+    """A length that looks at the present: a block loses its last token if that is a 1."""
+    real = Engine._propose
+
+    def propose(self, batch):
+        proposal = real(self, batch)
+        return replace(proposal, tokens=tuple(t[:-1] if t and t[-1] == 1 else t for t in proposal.tokens))
+
+    patch.setattr(Engine, "_propose", propose)
+
+
 FAULTS = [
+    drafts_dropped_for_what_they_are,
     end_inside_a_block_ignored,
     stale_target_cache,
     stale_lengths_believed,

@@ -152,9 +152,7 @@ def test_greedy_texts_are_those_of_plain_decoding(kind: str) -> None:
     outputs = {}
     for drafted in (False, True):
         drafter = ModelDrafter(cached("int4", layers=1), Fixed(5), ()) if drafted else None
-        engine = Engine(
-            cached(kind), drafter, eos_ids=(), max_draft=5 if drafted else 0, max_batch=2, max_rows=64
-        )
+        engine = Engine(cached(kind), drafter, eos_ids=(), max_draft=5 if drafted else 0, max_batch=2, max_rows=64)
         for number in (0, 1):
             prompt = TEXT[: 150 + 20 * number]
             engine.submit(Request(number, prompt, SamplingParams(temperature=0, max_tokens=60)))

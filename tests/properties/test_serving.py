@@ -17,6 +17,7 @@ from bitdraft.engine.engine import Emission, Engine
 from bitdraft.engine.scheduler import Scheduler
 from bitdraft.engine.sequence import Request
 from bitdraft.errors import UsageError
+from bitdraft.formats import KV_FORMATS
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.kv import BlockTable
 from bitdraft.models.prefix import Path, PrefixCache
@@ -117,7 +118,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=60)
 @given(
     asked=st.lists(st.tuples(st.integers(0, 12), requests), min_size=1, max_size=7),
     cancels=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), max_size=2),
@@ -185,22 +186,25 @@ def test_a_request_that_gave_its_place_up_goes_on_where_it_was(
 
 def test_a_cancelled_request_is_gone_in_every_state() -> None:
     """Waiting, filling, running, and thrown out."""
-    engine = make(paged(target_table, 9), "model", max_batch=3, max_rows=8)
+    engine = make(paged(target_table, 9, prefix_cache=False), "model", max_batch=3, max_rows=30)
     for request in crowd():
         engine.submit(request)
     engine.step()
-    assert [s.cached for s in engine.scheduler.running] == [8, 0, 0]
-    engine.cancel(1)  # filling
+    assert [s.missing > 1 for s in engine.scheduler.running] == [False, True, True]
     engine.cancel(5)  # waiting
-    told = set()
     while not engine.load().preemptions:
-        told |= {e.request for e in engine.step()}
+        assert engine.scheduler.running, "nobody was thrown out"
+        engine.step()
     thrown_out = engine.scheduler.waiting[0]
     assert thrown_out.origins
-    engine.cancel(thrown_out.request.number)
+    assert thrown_out.request.number == 2
+    engine.cancel(2)
     engine.cancel(0)  # running
-    rest = {e.request for e in engine.run()}
-    assert rest == {2, 3, 4} - {thrown_out.request.number}
+    assert {e.request for e in engine.run()} == {1, 3, 4}
+    engine.submit(Request(7, SYSTEM, GREEDY))
+    engine.step()
+    assert engine.scheduler.running[0].missing == 34
+    engine.cancel(7)  # filling
     blocks = engine.target.blocks()
     assert blocks.available == blocks.total
     assert engine.drafter._model.blocks().available == 200  # type: ignore[union-attr]
@@ -208,7 +212,7 @@ def test_a_cancelled_request_is_gone_in_every_state() -> None:
 
 def test_a_prompt_that_the_cache_cannot_hold_is_refused() -> None:
     engine = make(paged(target_table, 2), "none")
-    with pytest.raises(UsageError, match="the prompt has 32 tokens. Expected 1 to 31: the KV cache holds 32"):
+    with pytest.raises(UsageError, match="the KV cache holds 32 and"):
         engine.submit(Request(0, (1,) * 32, GREEDY))
     outcome = serve(engine, [(0, Request(0, (1,) * 30, replace(GREEDY, ignore_eos=True)))])[0]
     assert (len(outcome.tokens), outcome.finish) == (2, "length")
@@ -221,7 +225,7 @@ def test_near_the_end_of_the_context(left: int) -> None:
     engine = Engine(target, model_drafter(8, 64), eos_ids=(), max_draft=8, max_batch=4)
     prompts = [(*SYSTEM[: 63 - left], n) for n in range(4)]
     if not left:
-        with pytest.raises(UsageError, match="64 tokens. Expected 1 to 63"):
+        with pytest.raises(UsageError, match="Expected 1 to 63"):
             engine.submit(Request(0, prompts[0], GREEDY))
         return
     outcomes = serve(engine, [(0, Request(n, p, replace(GREEDY, max_tokens=64))) for n, p in enumerate(prompts)])
@@ -316,8 +320,6 @@ def test_what_was_used_longest_ago_is_given_up_first() -> None:
 
 
 def test_a_format_with_codes_has_no_prefix_cache() -> None:
-    from bitdraft.formats import KV_FORMATS
-
     decoder = paged(target_table, 4).decoder
     model = CachedModel(decoder, kv_tokens=64, vocab_size=V, kv=KV_FORMATS["int4"], prefix_cache=True)
     assert model.adopt(0, SYSTEM) == 0
@@ -378,7 +380,7 @@ def play(steps: Sequence[tuple[str, int, object]]) -> None:
     assert model.blocks().cached == 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(actions)
 def test_prefixes_hold_what_they_say(steps: list[tuple[str, int, object]]) -> None:
     play(steps)
@@ -462,7 +464,10 @@ def test_logits_that_are_no_numbers_end_their_request_alone() -> None:
         assert {n: o.finish for n, o in outcomes.items()} == {0: "length", 1: "error", 2: "length", 3: "error"}
         assert set(errors) == {1, 3}
         assert "NaN" in errors[1]
-        assert outcomes[1].tokens == alone(asked[1], drafter).tokens[:6]
+        told = outcomes[1].tokens
+        assert told
+        assert told == alone(asked[1], drafter).tokens[: len(told)]
+        assert len(told) <= 6
         assert all(outcomes[n].tokens == alone(asked[n], drafter).tokens for n in (0, 2))
         assert outcomes[3].tokens == []
         assert engine.target.blocks().available == 20

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from model_files import TEMPLATE, config, write_folder
 from running import Running, start
@@ -71,10 +70,3 @@ def plain(folders: Path) -> Iterator[Running]:
     """The tiny target alone."""
     with start_tiny(folders, None) as running:
         yield running
-
-
-@pytest.fixture
-def client(drafted: Running) -> Iterator[httpx.Client]:
-    """An HTTP client of the server with a draft."""
-    with httpx.Client(base_url=drafted.url, timeout=60) as found:
-        yield found

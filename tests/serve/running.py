@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any, Self
 
-import httpx
+import httpx2 as httpx
 import uvicorn
 
 from bitdraft.serve.app import Service, create_app

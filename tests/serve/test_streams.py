@@ -1,15 +1,21 @@
 """Streams: what a client sees piece by piece is what it would have got at once, and never a part of more."""
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 import pytest
 from parrot import HERMES, THINKING, parrot_service
 from running import Running, start
+
+from bitdraft.engine.engine import Emission
+from bitdraft.serve.pieces import joined
+from bitdraft.serve.progress import Progress
+from bitdraft.serve.worker import Ticket, Update
 
 CHAT = "/v1/chat/completions"
 HARD = "👩‍👩‍👧‍👦🇫🇷 漢字 한국어 ไทย e\u0301"
@@ -217,24 +223,21 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(folder: Path) ->
         assert running.post(CHAT, **say("hello"))["choices"][0]["message"]["content"] == "hello"
 
 
-def test_a_reader_that_does_not_read_gets_larger_pieces_later(folder: Path) -> None:
-    """The engine goes on; what was not read waits as one piece, and in the end everything came."""
-    service, _ = parrot_service(folder / "plain", 4)
-    text = "hello world " * 300
-    body = json.dumps(say(text) | {"stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 1500})
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    with start(service) as running:
-        connection = socket.create_connection(("127.0.0.1", int(running.url.rpartition(":")[2])), timeout=30)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall((head + "connection: close\r\n\r\n" + body).encode())
-        assert running.idle(30)  # nobody has read yet
-        raw = b""
-        while part := connection.recv(1 << 16):
-            raw += part
-        connection.close()
-    text_raw = raw.decode(errors="replace")
-    assert "data: [DONE]" in text_raw
-    assert text_raw.count("data: {") < 300, "steps were put together"
+def test_a_reader_that_does_not_read_gets_one_larger_piece_later() -> None:
+    """What waits for a slow reader is put together: it cannot outgrow the output, and comes as one chunk."""
+    ticket = Ticket({7: Progress(1, "", 0.0)})
+
+    async def read_late() -> tuple[list[Update], list[Update]]:
+        for n in range(1000):
+            finish = "stop" if n == 999 else None
+            ticket.push(Update(Emission(7, (n,), ("draft",), f"{n} ", finish), None, 0.0))
+        return await ticket.take(), await ticket.take()
+
+    taken, after = asyncio.run(read_late())
+    piece = joined([update.emission for update in taken], include_stop=False)
+    assert piece.tokens == tuple(range(1000))
+    assert piece.text.split() == [str(n) for n in range(1000)]
+    assert (piece.finish, after) == ("stop", [])
 
 
 def test_a_request_that_takes_too_long_is_ended(folder: Path) -> None:

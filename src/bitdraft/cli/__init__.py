@@ -10,11 +10,11 @@ import sys
 from rich.markup import escape
 
 from ..errors import BitdraftError
-from . import generate, machine, measure, models, serve
+from . import generate, load, machine, measure, models, serve
 from .app import app
 from .terminal import err
 
-__all__ = ["app", "generate", "machine", "main", "measure", "models", "serve"]
+__all__ = ["app", "generate", "load", "machine", "main", "measure", "models", "serve"]
 
 
 def main() -> None:

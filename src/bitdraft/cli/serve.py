@@ -112,7 +112,8 @@ def _run(config: "ServeConfig", host: str, port: int, use_cache: bool) -> None:
     with bind(host, port) as listening:
         with progress_bars() as bars:
             opened, plan = open_and_plan(config, bars, use_cache)
-        err.print("memory: " + ", ".join(f"{what} {size}" for what, size in plan.rows()), highlight=False)
+        for what, size in plan.rows():
+            err.print(f"{what:>24} {size:>12}", highlight=False)
         plan.check()
         with progress_bars() as bars:
             service = load_service(config, opened, plan, calibration_texts(), bars)

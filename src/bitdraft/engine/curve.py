@@ -94,6 +94,9 @@ class Grid:
 AT_LOAD = Grid(rows=(1, 2, 3, 4, 6, 8), contexts=(128, 2048), batches=(1, 4), repeats=3)
 """Few enough for the second or two that a load may take."""
 
+AT_SERVE = Grid(rows=(1, 2, 4, 8), contexts=(128, 2048), batches=(1, 4, 16), repeats=2)
+"""For a server, whose batches are larger. Single sequences come first, so that a short time still tells something."""
+
 
 @dataclass(frozen=True)
 class StepCurve:

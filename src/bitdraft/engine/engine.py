@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from ..decoding.protocols import Drafter, LanguageModel, Randomness
 from ..decoding.sampling import History
@@ -19,11 +18,11 @@ from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify
 from ..errors import BitdraftError, UsageError
 from ..types import Origin, Proposal, StepRecord, TokenLogprob, Verification
+from .controller import DraftLengths
 from .judge import Judged, describe, judge
 from .scheduler import Batch, Scheduler
 from .sequence import Finish, Request
 from .sequence import Sequence as Running
-
 
 SCORED_BYTES = 1 << 26
 """What the logits may take that one step makes log-probabilities of prompts from."""
@@ -97,6 +96,7 @@ class Engine:
         max_batch: int,
         max_rows: int = 512,
         rule: Rule = "block",
+        lengths: DraftLengths | None = None,
         randomness: Callable[[int, int], Randomness] = Streams,
         on_record: Callable[[StepRecord], None] | None = None,
         clock: Callable[[], float] = perf_counter,
@@ -111,6 +111,7 @@ class Engine:
             max_batch: requests that run at once.
             max_rows: rows of tokens that a step with chunks of prompts aims at.
             rule: how blocks are verified, see `decoding.verify`.
+            lengths: decides how many tokens to draft, up to `max_draft`; None drafts as many as there is room for.
             randomness: makes a request's random decisions from (seed, request number).
             on_record: is handed a `StepRecord` for every sequence of every step.
             clock: seconds, for the records.
@@ -127,7 +128,9 @@ class Engine:
             max_scored=max(1, SCORED_BYTES // (4 * target.vocab_size)),
             context_length=self.context_length,
             max_draft=max_draft if drafter else 0,
+            lengths=lengths,
         )
+        self.lengths = lengths
         self._eos_ids = frozenset(eos_ids)
         self._rule: Rule = rule
         self._randomness = randomness
@@ -145,8 +148,8 @@ class Engine:
         if not 0 < length < limit:
             what = "context" if limit == self.target.context_length else "KV cache"
             raise UsageError(
-                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the {what} holds "
-                f"{limit} and the output needs a place in it. Shorten the prompt."
+                f"request {request.number}: the prompt has {length} tokens. Expected 1 to {limit - 1}: the {what} "
+                f"holds {limit} and the output needs a place in it. Shorten the prompt."
             )
         if max(request.prompt) >= self.target.vocab_size or min(request.prompt) < 0:
             raise UsageError(
@@ -267,7 +270,7 @@ class Engine:
                 self._retire(sequence)
 
     def _propose(self, batch: Batch) -> Proposal:
-        if self.drafter and batch.rows:
+        if self.drafter and any(row.budget for row in batch.rows):
             return self.drafter.propose(batch.rows)
         return Proposal(((),) * len(batch.rows))
 
@@ -283,6 +286,8 @@ class Engine:
     def _retire(self, sequence: Running) -> None:
         self.scheduler.retire(sequence)
         self._release(sequence.request.number)
+        if self.lengths:
+            self.lengths.forget(sequence.request.number)
 
     def _release(self, request: int) -> None:
         self.target.release(request)
@@ -304,27 +309,29 @@ class Engine:
         emissions: Sequence[Emission],
         times: tuple[float, float, float, float],
     ) -> None:
-        if self._on_record is None:
+        if self._on_record is None and self.lengths is None:
             return
         started, drafted, verified, ended = times
         rows = sum(count for _, count in batch.filling) + sum(1 + len(drafted) for drafted in proposal.tokens)
         for b, emission in enumerate(emissions[: len(batch.deciding)]):
             sequence = batch.deciding[b]
-            self._on_record(
-                StepRecord(
-                    request=emission.request,
-                    start=len(sequence.origins) - len(emission.tokens),
-                    proposed=len(proposal.tokens[b]),
-                    accepted=verdict.accepted[b],
-                    emitted=len(emission.tokens),
-                    overlap=verdict.overlap[b],
-                    batch=len(batch.deciding),
-                    rows=rows,
-                    draft_seconds=drafted - started,
-                    verify_seconds=verified - drafted,
-                    other_seconds=ended - verified,
-                )
+            record = StepRecord(
+                request=emission.request,
+                start=len(sequence.origins) - len(emission.tokens),
+                proposed=len(proposal.tokens[b]),
+                accepted=verdict.accepted[b],
+                emitted=len(emission.tokens),
+                overlap=verdict.overlap[b],
+                batch=len(batch.deciding),
+                rows=rows,
+                draft_seconds=drafted - started,
+                verify_seconds=verified - drafted,
+                other_seconds=ended - verified,
             )
+            if self.lengths:
+                self.lengths.observe(record)
+            if self._on_record:
+                self._on_record(record)
 
 
 def _emission(sequence: Running, known: int, text: str, logprobs: tuple[TokenLogprob, ...]) -> Emission:

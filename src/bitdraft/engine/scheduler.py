@@ -9,10 +9,12 @@ by positions. So whoever runs is older than whoever waits, the oldest one always
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 
 from ..decoding.protocols import DraftRow, LanguageModel
 from ..types import Blocks, Feed, Proposal
+from .controller import Asked, DraftLengths
 from .sequence import Sequence
 
 
@@ -66,6 +68,7 @@ class Scheduler:
         max_scored: int,
         context_length: int,
         max_draft: int,
+        lengths: DraftLengths | None = None,
     ) -> None:
         """Set the limits.
 
@@ -77,7 +80,9 @@ class Scheduler:
             max_scored: rows of logits in one step that log-probabilities of prompts are made from.
             context_length: tokens of one sequence at most; the cache holds as many.
             max_draft: longest block that is ever drafted; 0 without speculation.
+            lengths: decides how much of that is drafted; None drafts all.
         """
+        self._lengths = lengths
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -92,6 +97,24 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_batch and self._admit(self.waiting[0]):
             pass
         return self._divide()
+
+    def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:
+        """How many tokens to draft for each sequence that decides in this step."""
+        budgets = [self.budget(s) for s in deciding]
+        if self._lengths is None or not deciding:
+            return budgets
+        asked = [
+            Asked(
+                request=s.request.number,
+                domain=s.request.domain,
+                context=len(s.tokens),
+                limit=budget,
+                left=s.request.sampling.max_tokens - len(s.origins),
+                unread=len(s.pending),
+            )
+            for s, budget in zip(deciding, budgets, strict=True)
+        ]
+        return self._lengths.lengths(asked)
 
     def budget(self, sequence: Sequence) -> int:
         """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted.
@@ -172,4 +195,6 @@ class Scheduler:
                 deciding.append(s)
             else:
                 filling.append((s, count))
-        return Batch(tuple(filling), tuple(deciding), tuple(s.draft_row(self.budget(s)) for s in deciding))
+        lengths = self._draft_lengths(deciding)
+        rows_of = tuple(s.draft_row(length) for s, length in zip(deciding, lengths, strict=True))
+        return Batch(tuple(filling), tuple(deciding), rows_of)

@@ -55,8 +55,8 @@ class CachedModel:
             kv: what keys and values are kept in; float32 is for an exact oracle.
             kv_scales: for a format that needs them, of keys and values for each layer, [J] float32 both: see
                 `find_scales`.
-            prefix_cache: keep what requests computed for others that begin alike. Formats with codes have none, whatever
-                is asked: see `PrefixCache`.
+            prefix_cache: keep what requests computed for others that begin alike. Formats with codes have none,
+                whatever is asked: see `PrefixCache`.
         """
         config = decoder.config
         self.decoder = decoder

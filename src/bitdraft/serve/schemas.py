@@ -6,13 +6,21 @@ The fields are OpenAI's; vLLM's, where clients know them from there; and our own
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+
+
+def _not_stored(asked: bool) -> bool:
+    if asked:
+        raise ValueError("this server stores no answers; expected false")
+    return asked
+
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, StringConstraints(min_length=1)]
 Domain = Annotated[str, StringConstraints(pattern=r"^[\w.\-]{1,64}$")]
 Schema = dict[str, Any]
+NotStored = Annotated[bool, AfterValidator(_not_stored), WithJsonSchema({"type": "boolean", "enum": [False]})]
 MOST_CHOICES = 128
 
 
@@ -98,7 +106,7 @@ class Sampling(Strict):
     guided_regex: Text | None = None
     guided_choice: Annotated[list[Text], Field(min_length=1)] | None = None
     guided_grammar: Text | None = None
-    priority: Literal[0] = 0
+    priority: Annotated[int, Field(ge=0, le=0)] = 0
     user: str | None = None
     speculative: Speculative | None = None
     domain: Domain | None = None
@@ -179,7 +187,7 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: NotStored | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

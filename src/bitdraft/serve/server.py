@@ -9,6 +9,7 @@ from time import perf_counter
 
 import uvicorn
 
+from ..engine.controller import DraftLengths
 from ..engine.engine import Engine
 from ..errors import UsageError
 from ..types import StepRecord
@@ -46,6 +47,7 @@ def make_service(
     plan: MemoryPlan,
     settings: Settings,
     *,
+    lengths: DraftLengths | None,
     max_batch: int,
     max_draft: int,
     confidence: float,
@@ -57,6 +59,7 @@ def make_service(
         pair: what runs.
         plan: how its memory was planned.
         settings: how to serve.
+        lengths: chooses draft lengths; None drafts as many as there is room for.
         max_batch: requests that run at once.
         max_draft: longest block.
         confidence: of the draft's blocks, for `/info`.
@@ -70,13 +73,15 @@ def make_service(
         eos_ids=tokenizer.eos_ids,
         max_draft=max_draft,
         max_batch=max_batch,
+        lengths=lengths,
         randomness=streams,
         on_record=records.append,
     )
     longest = max_draft if pair.drafter else 0
+    reasons = lengths.reasons if lengths and pair.drafter else lambda: "K = 0: there is no draft."
     metrics = Metrics(vllm=settings.vllm_metrics)
     worker = Worker(engine, records, metrics, perf_counter)
-    runs = info.Runs(max_batch, longest, confidence, lambda: f"K = {longest}: fixed.", prefix_cache)
+    runs = info.Runs(max_batch, longest, confidence, reasons, prefix_cache)
     fixed = info.describe(pair, plan, settings, runs)
     return Service(
         worker=worker,

@@ -1,18 +1,27 @@
 """From the options of `bitdraft serve` to a service that can be started."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 
-from ..quantize.load import Progress
+from ..engine.controller import DraftLengths, FixedLengths, MeasuredLengths
+from ..engine.curve import AT_SERVE, CurveKey, StepCurve, cached_curve
+from ..models.cached import CachedModel
+from ..models.hub import cache_folder
+from ..quantize.load import Progress, Source
 from .app import Service
-from .load import Opened, load_pair, open_pair
+from .load import Opened, Pair, load_pair, open_pair
 from .memory import MemoryPlan, available_memory, plan_memory
 from .server import make_service
 from .settings import Defaults, Settings, read_defaults
 
 LONGEST = 8
 """Longest block where the length follows what is measured."""
+TIMING_SECONDS = 4.0
+"""How long a model's steps are timed at the first start with it."""
+FEWEST_TOKENS = 64
+"""Tokens of cache that each sequence of a timed step has at least."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +137,31 @@ def load_service(
         pair,
         plan,
         settings,
+        lengths=_lengths(config, pair),
         max_batch=config.max_batch,
         max_draft=config.longest,
         confidence=config.confidence,
         prefix_cache=config.prefix_cache,
     )
+
+
+def _lengths(config: ServeConfig, pair: Pair) -> DraftLengths | None:
+    """How the draft length is chosen: by what steps cost here, timed now or at an earlier start, unless it is given."""
+    if config.draft_length is not None:
+        return FixedLengths(config.draft_length)
+    if pair.drafter is None:
+        return None
+    opened, folder = pair.opened, cache_folder() / "curves"
+    target = _curve(pair.target, opened.target, opened.target_recipe.name, folder)
+    if pair.draft is None or opened.draft is None or opened.draft_recipe is None:
+        return MeasuredLengths(target, None)
+    return MeasuredLengths(target, _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder))
+
+
+def _curve(model: CachedModel, source: Source, recipe: str, folder: Path) -> StepCurve:
+    batches = tuple(n for n in AT_SERVE.batches if n * FEWEST_TOKENS <= model.pool.num_blocks * model.pool.block_size)
+    grid = replace(AT_SERVE, batches=batches or (1,))
+    return cached_curve(model, CurveKey.of(model, source.path, recipe), folder, perf_counter, TIMING_SECONDS, grid)
 
 
 def _name(target: str) -> str:
