@@ -92,6 +92,12 @@ def say(tab: Tab, text: str, answers: int = 1) -> None:
     tab.wait(f"{SENT} === {answers}")
 
 
+def bodies(tab: Tab) -> list[dict[str, Any]]:
+    """What was asked of the server so far."""
+    sent = [e["request"] for e in tab.events("Network.requestWillBeSent")]
+    return [json.loads(request["postData"]) for request in sent if request["url"].endswith("/v1/chat/completions")]
+
+
 def test_an_answer_shows_where_its_tokens_are_from(tab: Tab) -> None:
     assert "parrot f32, drafted by chick w4a16" in tab.text("#model")
     tab.press("Enter")  # nothing to send: nothing is sent
@@ -170,6 +176,9 @@ def test_plain_decoding_gives_the_same_answer(tab: Tab, parrot: Parrot) -> None:
     tab.wait("document.getElementById('equality')")
     assert tab.text("#equality") == f"Equal: all {tab.text('#tokens').split()[0]} tokens."
     assert float(tab.text("#ratio")[:-1]) > 0
+    first, second = bodies(tab)
+    assert first["speculative"] == {"enabled": True}
+    assert second == first | {"speculative": {"enabled": False}}
     # a stranger's answer is not called equal
     said = tab.run("import('/web/figures.js').then((m) => m.verdict([1, 2, 3], [1, 5, 3], true, false))")
     assert (said["equal"], said["words"].split(".")[0]) == (False, "Different from token 2 on")
@@ -220,13 +229,7 @@ def test_settings_reach_the_server(tab: Tab) -> None:
     tab.fill("[name=k]", "1")
     tab.fill("[name=temperature]", "0.5")
     say(tab, "hello world and more")
-    body = json.loads(
-        next(
-            e["request"]["postData"]
-            for e in tab.events("Network.requestWillBeSent")
-            if e["request"]["url"].endswith("/v1/chat/completions")
-        )
-    )
+    (body,) = bodies(tab)
     assert body["messages"][0] == {"role": "system", "content": "Be a bird."}
     assert (body["max_tokens"], body["temperature"], body["speculative"]) == (3, 0.5, {"enabled": True, "k": 1})
     assert isinstance(body["seed"], int)
