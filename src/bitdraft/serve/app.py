@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter, time
 from typing import Any
 
@@ -14,8 +13,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Route
 
 from .. import __version__
 from ..errors import BitdraftError, UsageError
@@ -25,6 +23,7 @@ from .faults import ApiError, read_model
 from .guard import NOTES, Attended, Keyed, read_body
 from .metrics import Metrics
 from .openapi import description
+from .page import page_routes
 from .prepare import Groups, Model, chat_prompt, check_ids
 from .respond import Call, EventStream, Form, events, unless_gone, whole
 from .response_format import Compile
@@ -33,7 +32,6 @@ from .settings import Settings
 from .worker import Ticket, Worker
 
 DOMAIN_HEADER = "x-bitdraft-domain"
-WEB = Path(__file__).parent / "web"
 
 
 @dataclass
@@ -278,7 +276,7 @@ def create_app(service: Service) -> Starlette:
         finally:
             await service.worker.stop()
 
-    routes: list[Route | Mount] = [
+    routes = [
         Route("/v1/completions", posted(generate, _completion), methods=["POST"]),
         Route("/v1/chat/completions", posted(generate, _chat), methods=["POST"]),
         Route("/tokenize", posted(tokenize), methods=["POST"]),
@@ -292,8 +290,7 @@ def create_app(service: Service) -> Starlette:
         Route("/metrics", metrics),
     ]
     keyed = {route.path for route in routes} - {"/health"}
-    if WEB.is_dir():
-        routes.append(Mount("/", StaticFiles(directory=WEB, html=True)))
+    routes += page_routes()
     middleware = [Middleware(Attended, clock=service.clock)]
     if service.settings.origins:
         middleware.append(

@@ -46,6 +46,22 @@ class Progress:
             self.steps.append((record.proposed, record.accepted))
 
 
+def shown_step(record: StepRecord) -> dict[str, Any]:
+    """One step as a stream shows it, where origins are asked for.
+
+    Returns:
+        drafted, accepted: tokens.
+        tested: positions that the target looked at.
+        overlap: sum of the chances of acceptance there; over `tested`, the conditional acceptance.
+    """
+    return {
+        "drafted": record.proposed,
+        "accepted": record.accepted,
+        "tested": len(record.overlap),
+        "overlap": round(sum(record.overlap), 6),
+    }
+
+
 def speculative_decoding(of: list[Progress], longest: int, *, per_step: bool) -> dict[str, Any]:
     """What speculation did for some requests, in the shape and with the names of vLLM's per-request metrics.
 

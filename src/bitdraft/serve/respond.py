@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from .faults import ApiError
 from .pieces import Piece, joined
 from .prepare import Groups
-from .progress import speculative_decoding
+from .progress import shown_step, speculative_decoding
 from .worker import STOPPING, Ticket, Update
 
 Choice = dict[str, Any]
@@ -69,7 +69,7 @@ class Call:
         include_stop: show stop strings.
         stream: answer with events.
         include_usage: end the stream with usage. every_usage: have usage in every chunk.
-        per_step: list what speculation did in each step.
+        per_step: list what speculation did in each step; in a stream also in the chunk that shows the step.
         max_draft: longest block of the engine.
         deadline: when it is given up, in seconds of the event loop's clock.
         id: names the response.
@@ -161,7 +161,10 @@ async def events(call: Call, ticket: Ticket) -> AsyncIterator[bytes]:
                 by_request[update.emission.request].append(update)
             for number, its in by_request.items():
                 piece = joined([u.emission for u in its], include_stop=call.include_stop)
-                for choice in call.form.chunks(indexes[number], piece):
+                choices = call.form.chunks(indexes[number], piece)
+                if call.per_step and choices:
+                    choices[0]["steps"] = [shown_step(u.record) for u in its if u.record]
+                for choice in choices:
                     yield _event(_chunk(call, ticket, [choice]))
                 _refuse_errors(its[-1])
         if call.include_usage:
