@@ -278,3 +278,18 @@ def test_mixed_precision_is_read_by_both_alike(tmp_path: Path) -> None:
     for name, packed in made.items():
         if name.startswith("model.layers."):
             torch.testing.assert_close(model.get_submodule(name).weight.data, dequantize(packed), rtol=2**-11, atol=0)
+
+
+def test_scales_of_keys_and_values_are_described_as_the_library_describes_them() -> None:
+    """U70: `kv_cache_scheme` is one that the library's own class takes, and says nothing that it would not."""
+    scheme = scheme_for("x", get_format("w8a8").encode(torch.randn(N, K, generator=ROWS)))
+    found = quantization_config({"model.layers.0.mlp.up_proj": scheme, "lm_head": None}, kv_scales=True)
+    assert found is not None
+    config = QuantizationConfig.model_validate(found)
+    assert config.kv_cache_scheme == QuantizationArgs(
+        num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True
+    )
+    assert compressed_layout(json.loads(config.model_dump_json()), "config.json").kv_cache
+    only = quantization_config({"model.layers.0.mlp.up_proj": None, "lm_head": None}, kv_scales=True)
+    assert only is not None
+    assert QuantizationConfig.model_validate(only).kv_cache_scheme is not None

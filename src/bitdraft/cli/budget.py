@@ -57,6 +57,11 @@ def choose_formats(
     from ..quantize.objective import Budget
 
     Budget.parse(budget)  # refuses before the long part
+    if recipe.outliers:
+        raise UsageError(
+            f"--budget with {recipe.name}: formats are chosen by prices without inputs in 16 bits. Expected a format "
+            f"without -out{recipe.outliers}, or no --budget."
+        )
     if (target is None) == (report is None):
         raise UsageError(
             "a budget without, or with two, yardsticks. Expected --target with the model that the draft is for, or "

@@ -29,6 +29,8 @@ class CachedModel:
         decoder: the model.
         vocab_size: width of the logits.
         context_length: tokens that one request may hold.
+        kv_scales_from: where the scales of keys and values in 8-bit floats came from: 'folder', 'text', 'caller', or
+            'none' where all of them are 1.0; None where the format has none.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class CachedModel:
         context_length: int | None = None,
         kv: KVFormat = KV_FORMATS["bf16"],
         kv_scales: Sequence[tuple[Tensor, Tensor]] | None = None,
+        kv_scales_from: str | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -53,6 +56,7 @@ class CachedModel:
             kv: what keys and values are kept in; float32 is for an exact oracle.
             kv_scales: for a format that needs them, of keys and values for each layer, [J] float32 both: see
                 `find_scales`.
+            kv_scales_from: who says so, see above; None for the caller.
         """
         config = decoder.config
         self.decoder = decoder
@@ -62,6 +66,7 @@ class CachedModel:
         blocks = -(-kv_tokens // BLOCK_SIZE)
         self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv, scales=kv_scales)
         self._tables: dict[int, BlockTable] = {}
+        self.kv_scales_from = _scales_from(kv, kv_scales, kv_scales_from)
 
     def forward(self, feeds: Sequence[Feed]) -> Tensor:
         """Append tokens and return the wanted logits, [R, V] float32: see `LanguageModel.forward`.
@@ -166,6 +171,13 @@ class CachedModel:
             for i, its in zip(mine, torch.split(x_RD, [len(feed.tokens) for feed in cut]), strict=True):
                 rows[i].append(its)
         return torch.cat([some for its in rows for some in its])
+
+
+def _scales_from(kv: KVFormat, scales: Sequence[tuple[Tensor, Tensor]] | None, given: str | None) -> str | None:
+    if not kv.needs_scales:
+        return None
+    calibrated = any(bool((scale != 1).any()) for pair in scales or () for scale in pair)
+    return (given or "caller") if calibrated else "none"
 
 
 def _part(feed: Feed, first: int, count: int | None) -> Feed:

@@ -136,17 +136,27 @@ def _inputs(raw: Mapping[str, Any] | None, where: str) -> tuple[Activation, str]
     return "int8" if kind == "int" else "fp8_e4m3", "; ".join(notes)
 
 
-def quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any] | None:
+OWN_METHOD = "bitdraft"
+"""The `quant_method` of a folder that others must not read as compressed-tensors: they would take inputs that are kept
+in 16 bits for zeros. It is written like one otherwise."""
+
+
+def quantization_config(
+    schemes: Mapping[str, Scheme | None], *, outliers: bool = False, kv_scales: bool = False
+) -> dict[str, Any] | None:
     """The `quantization_config` of a model: one group for each scheme.
 
     Args:
         schemes: of every linear layer, by name without '.weight'; None for a layer that is stored plainly.
+        outliers: whether layers keep inputs in 16 bits, for which compressed-tensors has no words.
+        kv_scales: whether the folder has scales for keys and values in E4M3, one for a layer's keys and one for its
+            values.
 
     Returns:
-        the object for config.json; None if no layer is quantised.
+        the object for config.json; None if nothing is quantised.
     """
     found = list(dict.fromkeys(scheme for scheme in schemes.values() if scheme))
-    if not found:
+    if not found and not kv_scales:
         return None
     ignore = [name for name, scheme in schemes.items() if scheme is None]
     groups = {}
@@ -155,15 +165,25 @@ def quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any] 
         groups[f"group_{i}"] = _group(scheme, ["Linear"] if len(found) == 1 else _targets(names, schemes))
     storages = {scheme.storage for scheme in found}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": OWN_METHOD if outliers else "compressed-tensors",
         "version": "0.20.1",
-        "format": found[0].storage if len(storages) == 1 else "mixed-precision",
+        "format": "dense" if not found else found[0].storage if len(storages) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignore,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": dict(_KV_SCHEME) if kv_scales else None,
         "global_compression_ratio": None,
     }
+
+
+_KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+}
 
 
 def _targets(names: Sequence[str], schemes: Mapping[str, Scheme | None]) -> list[str]:
@@ -225,7 +245,7 @@ def quantization_method(raw: Mapping[str, Any], where: str) -> str:
         ModelFileError: it is of a kind that is not read.
     """
     method: str = field(raw, "quant_method", str, "", where)
-    if method not in ("compressed-tensors", "gptq", "awq"):
+    if method not in ("compressed-tensors", OWN_METHOD, "gptq", "awq"):
         raise ModelFileError(
             f"{where}: a checkpoint that is quantised by {method or 'an unnamed method'}. bitdraft reads "
             "compressed-tensors, GPTQ and AWQ: choose one of these, the original model, which bitdraft quantises "

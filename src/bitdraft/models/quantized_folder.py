@@ -22,7 +22,7 @@ from ..errors import ModelFileError
 from ..ops.encoding import dequantize
 from ..ops.packed import Activation, Packed, float_matrix
 from .compressed import PARTS, decode, logical_shape, with_own_facts
-from .compressed_config import compressed_layout, quantization_method
+from .compressed_config import OWN_METHOD, compressed_layout, quantization_method
 from .config import ModelConfig
 from .gptq_awq import OLDER_PARTS, decode_older, older_layout, older_shape
 from .safetensors_files import SafetensorsFiles
@@ -101,6 +101,11 @@ class QuantizedCheckpoint:
                     f"stored as {scheme.storage}: fetch all files of the model again."
                 )
             shapes[f"{layer}.weight"] = shape
+            if self._facts.get(layer, {}).get("outliers") and "weight_outliers" not in parts:
+                raise ModelFileError(
+                    f"{self.origin}: tensor '{layer}.weight_outliers' is missing, and config.json says that {layer} "
+                    "keeps inputs in 16 bits: fetch all files of the model again."
+                )
         for name in shapes:
             if self._files.dtypes.get(name, "BF16") not in _FLOATS and not self._quantised(name):
                 raise ModelFileError(
@@ -217,9 +222,8 @@ def _layout(settings: Mapping[str, Any], where: str) -> Layout:
     if not settings:
         return Layout("none", ())
     method = quantization_method(settings, where)
-    return (
-        compressed_layout(settings, where) if method == "compressed-tensors" else older_layout(method, settings, where)
-    )
+    ours = method in ("compressed-tensors", OWN_METHOD)
+    return compressed_layout(settings, where) if ours else older_layout(method, settings, where)
 
 
 def _size(files: SafetensorsFiles, name: str) -> int:
@@ -242,6 +246,7 @@ def _facts(own: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
             raise ModelFileError(f"{place}: the format {values} is not known. Write the folder again.")
         channel = field(entry, "channel", float, None, place)
         values |= {} if channel is None else {"channel": channel}
+        values |= {"outliers": field(entry, "outliers", int, 0, place)}
         facts |= dict.fromkeys(field(entry, "layers", list, [], place), values)
     return facts
 
