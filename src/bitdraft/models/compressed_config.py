@@ -73,7 +73,7 @@ def _scheme(group: Mapping[str, Any], top: str, where: str) -> Scheme:
     activation, note = _inputs(field(group, "input_activations", dict, None, where), where)
     if group.get("output_activations"):
         note = "; ".join(filter(None, (note, "outputs are not rounded")))
-    storage = field(group, "format", str, None, where) or top
+    storage = (field(group, "format", str, None, where) or top).removeprefix(_OWN)
     if storage not in _STORAGES:
         raise refused(where, f"weights in the format {storage!r}", f"Expected one of {', '.join(_STORAGES)}.")
     _check_codes(storage, kind, bits, symmetric, group_size, where)
@@ -136,9 +136,10 @@ def _inputs(raw: Mapping[str, Any] | None, where: str) -> tuple[Activation, str]
     return "int8" if kind == "int" else "fp8_e4m3", "; ".join(notes)
 
 
-OWN_METHOD = "bitdraft"
-"""The `quant_method` of a folder that others must not read as compressed-tensors: they would take inputs that are kept
-in 16 bits for zeros. It is written like one otherwise."""
+_OWN = "bitdraft-outliers-"
+"""Before the name of a storage whose layers keep inputs in 16 bits: others, who would take these for zeros, then find a
+format that they do not know, and refuse it. (A `quant_method` that they do not know is no refusal: transformers warns,
+and loads the codes as weights.)"""
 
 
 def quantization_config(
@@ -158,16 +159,18 @@ def quantization_config(
     found = list(dict.fromkeys(scheme for scheme in schemes.values() if scheme))
     if not found and not kv_scales:
         return None
+    own = _OWN if outliers else ""
     ignore = [name for name, scheme in schemes.items() if scheme is None]
     groups = {}
     for i, scheme in enumerate(found):
         names = [name for name, own in schemes.items() if own == scheme]
         groups[f"group_{i}"] = _group(scheme, ["Linear"] if len(found) == 1 else _targets(names, schemes))
+        groups[f"group_{i}"]["format"] = own + scheme.storage
     storages = {scheme.storage for scheme in found}
     return {
-        "quant_method": OWN_METHOD if outliers else "compressed-tensors",
+        "quant_method": "compressed-tensors",
         "version": "0.20.1",
-        "format": "dense" if not found else found[0].storage if len(storages) == 1 else "mixed-precision",
+        "format": own + ("dense" if not found else found[0].storage if len(storages) == 1 else "mixed-precision"),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignore,
@@ -245,7 +248,7 @@ def quantization_method(raw: Mapping[str, Any], where: str) -> str:
         ModelFileError: it is of a kind that is not read.
     """
     method: str = field(raw, "quant_method", str, "", where)
-    if method not in ("compressed-tensors", OWN_METHOD, "gptq", "awq"):
+    if method not in ("compressed-tensors", "gptq", "awq"):
         raise ModelFileError(
             f"{where}: a checkpoint that is quantised by {method or 'an unnamed method'}. bitdraft reads "
             "compressed-tensors, GPTQ and AWQ: choose one of these, the original model, which bitdraft quantises "

@@ -226,7 +226,7 @@ def model_card(
     if outliers:
         loads = (
             "Each of these layers keeps a few inputs in 16 bits, with their weights beside the codes. Only bitdraft "
-            "reads that, and other programs refuse the folder by its `quant_method`."
+            "reads that, and other programs refuse the folder by the name of its `format`."
         )
     head = (
         "\n\nThe output head and the embedding are in 16 bits for other programs. bitdraft runs them as its format has "

@@ -22,7 +22,7 @@ from ..errors import ModelFileError
 from ..ops.encoding import dequantize
 from ..ops.packed import Activation, Packed, float_matrix
 from .compressed import PARTS, decode, logical_shape, with_own_facts
-from .compressed_config import OWN_METHOD, compressed_layout, quantization_method
+from .compressed_config import compressed_layout, quantization_method
 from .config import ModelConfig
 from .gptq_awq import OLDER_PARTS, decode_older, older_layout, older_shape
 from .safetensors_files import SafetensorsFiles
@@ -222,8 +222,9 @@ def _layout(settings: Mapping[str, Any], where: str) -> Layout:
     if not settings:
         return Layout("none", ())
     method = quantization_method(settings, where)
-    ours = method in ("compressed-tensors", OWN_METHOD)
-    return compressed_layout(settings, where) if ours else older_layout(method, settings, where)
+    return (
+        compressed_layout(settings, where) if method == "compressed-tensors" else older_layout(method, settings, where)
+    )
 
 
 def _size(files: SafetensorsFiles, name: str) -> int:

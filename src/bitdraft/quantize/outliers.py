@@ -119,7 +119,7 @@ def with_outliers(packed: Packed, weight_NK: Tensor, columns_k: Tensor | None) -
     """A weight that was rounded without some columns, and those of the whole weight beside it."""
     if columns_k is None:
         return packed
-    return replace(packed, outliers=Outliers(columns_k, weight_NK[:, columns_k.long()].bfloat16().contiguous()))
+    return replace(packed, outliers=Outliers(columns_k.clone(), weight_NK[:, columns_k.long()].bfloat16().contiguous()))
 
 
 def decoupled(products_KK: Tensor, columns_k: Tensor | None) -> Tensor:
