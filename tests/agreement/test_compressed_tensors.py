@@ -12,6 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from model_files import write_folder
 
 from bitdraft.formats import KV_FORMATS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
@@ -21,6 +22,8 @@ from bitdraft.models.compressed_config import compressed_layout, quantization_co
 from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.models.scheme import Scheme
 from bitdraft.ops.encoding import dequantize
+from bitdraft.quantize.command import quantize_folder
+from bitdraft.quantize.load import open_source
 from bitdraft.types import Feed
 
 N, K = 40, 96  # 40 zero points fill no whole word at most widths
@@ -293,3 +296,12 @@ def test_scales_of_keys_and_values_are_described_as_the_library_describes_them()
     only = quantization_config({"model.layers.0.mlp.up_proj": None, "lm_head": None}, kv_scales=True)
     assert only is not None
     assert QuantizationConfig.model_validate(only).kv_cache_scheme is not None
+
+
+def test_folders_that_keep_inputs_in_16_bits_are_refused_by_others(tmp_path: Path) -> None:
+    """Without the columns beside the codes the model says something else: better nothing than that."""
+    source = open_source(str(write_folder(tmp_path / "model", quantized_models.config("qwen2"))))
+    texts = [f"hello world {i} " * 6 for i in range(30)]
+    quantize_folder(source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=texts, tokens=512)
+    with pytest.raises(Exception, match="bitdraft-outliers"):  # of whichever kind
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
