@@ -66,12 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--formats", default="w8a8,w4a8")
+    parser.add_argument("--texts", type=int, default=2, help="of each workload that are scored")
     parser.add_argument("--tokens", type=int, default=1024, help="of calibration")
     given = parser.parse_args()
     assert native.default() is None, "set BITDRAFT_ISA=reference: the second tier is made in the reference path"
     reference._matmul = _matmul
     source = open_source(given.model)
-    texts = [source.tokenizer.encode(t)[:LENGTH] for w in ("code", "chat-en", "chat-zh") for t in workload_texts(w, 2)]
+    texts = [
+        source.tokenizer.encode(t)[:LENGTH]
+        for w in ("code", "chat-en", "chat-zh")
+        for t in workload_texts(w, given.texts)
+    ]
     calibration = [source.tokenizer.encode(text) for text in calibration_texts()]
 
     def weights(name: str) -> Weights:

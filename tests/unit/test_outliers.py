@@ -93,6 +93,13 @@ def test_names() -> None:
     assert Recipe.parse("w8a8-out8").name == Recipe.parse("w8a8-out8-rtn").name == "w8a8-out8"
     assert Recipe.parse(recipe.name) == recipe
     assert not Recipe.parse("w8a8-clip").calibrated
+    heads = {
+        "w8a8-out8": "w8a8-ag32",
+        "w4a8-h6-out8": "w6a8-ag32",
+        "w4a8-ag32-out8": "w8a8-ag32",
+        "w4a16-out8": "w8a16",
+    }
+    assert {name: Recipe.parse(name).format_of("lm_head").name for name in heads} == heads
 
 
 @pytest.mark.parametrize(

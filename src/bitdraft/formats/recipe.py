@@ -35,7 +35,8 @@ class Recipe:
         format: the format.
         method: how integers are rounded; whatever else is among `formats` is rounded to nearest or kept as stored.
         formats: of linear layers that have one of their own, by name without '.weight'; 'lm_head' among them.
-        outliers: inputs of each linear layer of a decoder layer that are kept in 16 bits; 0 for none.
+        outliers: inputs of each linear layer of a decoder layer that are kept in 16 bits; 0 for none. The head keeps
+            none, being a table, too; its 8-bit inputs then have a scale for every 32.
     """
 
     name: str
@@ -57,8 +58,12 @@ class Recipe:
 
     def format_of(self, layer: str) -> Format:
         """The format of a linear layer, by name without '.weight'; 'lm_head' for head and embedding."""
-        own = self.formats.get(layer)
-        return own or (get_format(self.format.head) if layer == "lm_head" else self.format)
+        if own := self.formats.get(layer):
+            return own
+        if layer != "lm_head":
+            return self.format
+        head = get_format(self.format.head)
+        return get_format(f"{head.name}-ag32") if self.outliers and head.activation == "int8" else head
 
     @classmethod
     def parse(cls, text: str) -> "Recipe":
