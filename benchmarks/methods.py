@@ -1,9 +1,11 @@
 """How far does each quantisation method move a model from itself? KL and overlap on held-out text.
 
     python benchmarks/methods.py smollm2-135m -o benchmarks/results/methods.jsonl --formats w4a16-asym,w2a16-asym
+    python benchmarks/methods.py smollm2-135m -o ... --formats w8a8,w8a8-out16 --methods nearest --against bf16
 
-Every recipe is scored beside the model's own f32 version on the built-in code and chat prompts, which calibration does
-not read. A row for each recipe is added as soon as it is known; those that are there are not made again.
+Every recipe is scored beside the model's own f32 version, or another, on the built-in code and chat prompts, which
+calibration does not read. A row for each recipe is added as soon as it is known; those that are there are not made
+again.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from bitdraft.quantize.load import Source, open_source
 from bitdraft.quantize.pipeline import quantize
 from bitdraft.types import Feed
 
-TEXTS, LENGTH = 4, 160
-"""Texts of each workload that are scored, and tokens of each, at most."""
+LENGTH = 160
+"""Tokens of each text that are scored, at most."""
 
 
 def log_probs(source: Source, recipe: Recipe, texts: list[list[int]], tokens: int) -> Iterator[Tensor]:
@@ -42,9 +44,9 @@ def log_probs(source: Source, recipe: Recipe, texts: list[list[int]], tokens: in
         model.release(0)
 
 
-def recipes(formats: str) -> Iterator[Recipe]:
+def recipes(formats: str, methods: str) -> Iterator[Recipe]:
     for form in formats.split(","):
-        for method in METHODS:
+        for method in methods.split(","):
             try:
                 yield Recipe.parse(f"{form}-{'rtn' if method == 'nearest' else method}")
             except FormatError:  # a method that does nothing for this format
@@ -56,34 +58,44 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("-o", "--output", type=Path, required=True)
     parser.add_argument("--formats", default="w4a8,w4a16-asym,w3a16-asym,w2a16-asym")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--against", default="f32", help="format of the model that the others are compared with")
+    parser.add_argument("--texts", type=int, default=4, help="of each workload that are scored")
     parser.add_argument("--tokens", type=int, default=2048, help="of calibration")
     given = parser.parse_args()
     source = open_source(given.model)
     texts = [
-        source.tokenizer.encode(t)[:LENGTH] for w in ("code", "chat-en", "chat-zh") for t in workload_texts(w, TEXTS)
+        source.tokenizer.encode(t)[:LENGTH]
+        for w in ("code", "chat-en", "chat-zh")
+        for t in workload_texts(w, given.texts)
     ]
     rows = [json.loads(line) for line in given.output.read_text().splitlines()] if given.output.exists() else []
-    done = {(row["model"], row["recipe"], row["tokens"]) for row in rows}
+    asked = {"model": given.model, "tokens": given.tokens, "against": given.against, "texts": given.texts}
+    before = {"against": "f32", "texts": 4}  # in rows of older runs
+    done = {row["recipe"] for row in rows if asked.items() <= (before | row).items()}
     exact: list[Tensor] = []
-    for recipe in recipes(given.formats):
-        if (given.model, recipe.name, given.tokens) in done:
+    for recipe in recipes(given.formats, given.methods):
+        if recipe.name in done:
             continue
-        exact = exact or list(log_probs(source, Recipe.parse("f32"), texts, given.tokens))
+        exact = exact or list(log_probs(source, Recipe.parse(given.against), texts, given.tokens))
         kl, overlap = [], []
         for p, q in zip(exact, log_probs(source, recipe, texts, given.tokens), strict=True):
             kl.append((p.exp() * (p - q)).sum(-1))
             overlap.append(torch.minimum(p.exp(), q.exp()).sum(-1))
-        row = {
-            "model": given.model,
+        each = torch.cat(kl)
+        row = asked | {
             "recipe": recipe.name,
-            "tokens": given.tokens,
-            "kl": float(torch.cat(kl).mean()),
+            "kl": float(each.mean()),
+            "kl_error": float(each.std() / len(each) ** 0.5),
             "overlap": float(torch.cat(overlap).mean()),
-            "positions": len(torch.cat(kl)),
+            "positions": len(each),
         }
         with given.output.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        print(f"{recipe.name:28} KL {row['kl']:.4f} nats, sum min(p, q) {row['overlap']:.4f}", flush=True)
+        print(
+            f"{recipe.name:28} KL {row['kl']:.4f} +- {row['kl_error']:.4f} nats, sum min(p, q) {row['overlap']:.4f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

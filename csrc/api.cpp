@@ -58,6 +58,24 @@ void need_part(const bd_weight &w, const char *name) {
     refuse(BD_E_POINTER, std::string(name) + ": panels that are null or not 64-byte aligned.");
 }
 
+// What a part keeps apart, beside the first part of its weight.
+void need_outliers(const bd_weight &w, const bd_weight &first, const char *name) {
+  if (w.outliers != first.outliers || !w.outliers != !w.side)
+    refuse(BD_E_SHAPE, std::string(name) + ": inputs that are kept apart in some parts only, or without their weights.");
+  if (!w.outliers) return;
+  const bd_weight &side = *w.side;
+  need_part(side, name);
+  if (w.outliers < 0 || w.rotation || side.codec != BD_BF16 || side.activation != BD_ACT_BF16 || side.outliers || side.side ||
+      side.next || side.rotation || side.outputs != w.outputs || side.inputs != w.outliers)
+    refuse(BD_E_SHAPE, std::string(name) + ": inputs that are kept apart beside rotated ones, or whose weights are not "
+                       "bfloat16 [outputs, outliers].");
+  if (&w != &first) return;
+  if (!w.columns) refuse(BD_E_POINTER, std::string(name) + ": columns: a null pointer. Expected those that are kept apart.");
+  for (int32_t i = 0; i < w.outliers; i++)
+    if (w.columns[i] < (i ? w.columns[i - 1] + 1 : 0) || w.columns[i] >= w.inputs)
+      refuse(BD_E_SHAPE, std::string(name) + ": columns that are no ascending numbers of inputs.");
+}
+
 void need_weight(const bd_weight *w, const char *name) {
   if (!w) refuse(BD_E_POINTER, std::string(name) + ": a null pointer. Expected a weight.");
   int parts = 0;
@@ -66,6 +84,7 @@ void need_weight(const bd_weight *w, const char *name) {
     need_part(*part, name);
     if (part->inputs != w->inputs || part->activation != w->activation || part->rotation != w->rotation)
       refuse(BD_E_SHAPE, std::string(name) + ": parts of other inputs, or that round them otherwise. Expected the same.");
+    need_outliers(*part, *w, name);
   }
 }
 
@@ -142,7 +161,7 @@ void run_linear(bd::Pool &pool, const float *x, int64_t rows, const float *norm,
   need_floats(x, "x"), need_floats(out, "out");
   if (bias) need_floats(bias, "bias");
   bd::Rounded room;
-  bd::take_scratch(pool, [&](bd::Carver &memory) { room = bd::carve_rounded(memory, rows, w->inputs); });
+  bd::take_scratch(pool, [&](bd::Carver &memory) { room = bd::carve_rounded(memory, rows, w->inputs, w->outliers); });
   pool.run([&](bd::Team &team) { bd::norm_linear(team, room, x, rows, norm, eps, *w, bias, residual, out); });
 }
 
@@ -209,7 +228,7 @@ int bd_unpack_rows(bd_pool *pool, const bd_weight *w, const int64_t *rows, int64
   return guarded([&] {
     need_weight(w, "table");
     need(!w->next, BD_E_SHAPE, "table: a weight of several parts. Expected one.");
-    need(!w->rotation, BD_E_SHAPE, "table: a weight for rotated inputs. Expected none.");
+    need(!w->rotation && !w->outliers, BD_E_SHAPE, "table: a weight for rotated inputs, or with some kept apart. Expected none.");
     need_floats(out, "out");
     for (int64_t i = 0; i < count; i++) need(rows[i] >= 0 && rows[i] < w->outputs, BD_E_SHAPE, "a row outside the table.");
     const bd::Layout l(*w);
@@ -250,7 +269,7 @@ int bd_linear_norm_add(bd_pool *pool, const float *x, int64_t rows, const bd_wei
     bd::Rounded room;
     float *product = nullptr;
     bd::take_scratch(pool->pool, [&](bd::Carver &memory) {
-      room = bd::carve_rounded(memory, rows, w->inputs);
+      room = bd::carve_rounded(memory, rows, w->inputs, w->outliers);
       product = memory.take<float>(rows * bd::outputs_of(*w));
     });
     pool->pool.run(
@@ -273,7 +292,8 @@ int bd_gated_mlp(bd_pool *pool, const float *x, int64_t rows, const float *norm,
     bd::Rounded room;
     float *inner = nullptr, *pair = nullptr;
     bd::take_scratch(pool->pool, [&](bd::Carver &memory) {
-      room = bd::carve_rounded(memory, rows, M > gate_up->inputs ? M : gate_up->inputs);
+      const int64_t outliers = down && down->outliers > gate_up->outliers ? down->outliers : gate_up->outliers;
+      room = bd::carve_rounded(memory, rows, M > gate_up->inputs ? M : gate_up->inputs, outliers);
       inner = memory.take<float>(rows * M);
       pair = memory.take<float>(bd::needs_pair(*gate_up) ? rows * 2 * M : 0);
     });

@@ -16,7 +16,7 @@
 extern "C" {
 #endif
 
-#define BD_ABI 3
+#define BD_ABI 4
 #if defined(_WIN32)
 #define BD_API __declspec(dllexport)
 #else
@@ -49,14 +49,18 @@ enum bd_gate { BD_GATE_SILU, BD_GATE_GELU_TANH, BD_GATES };
 enum bd_kv_dtype { BD_KV_F32, BD_KV_BF16, BD_KV_INT8, BD_KV_E4M3 };
 
 /* A weight [N, K] in panels of 16 outputs, as bd_pack lays it out (layout.h). A fused weight whose rows are stored in
- * several ways is a chain of up to BD_PARTS such parts, which read the same rounded inputs: the outputs of `next` follow. */
+ * several ways is a chain of up to BD_PARTS such parts, which read the same rounded inputs: the outputs of `next` follow.
+ * A few inputs may be kept apart: they are 0 to the codes, and so when a row's scale is found, and meet `side` in bfloat16. */
 enum { BD_PARTS = 3 };
 typedef struct bd_weight {
   int32_t codec, grid, activation, group; /* group: inputs that share a scale, 0 where the grid has none */
   int32_t rotation; /* blocks of inputs that a Hadamard matrix mixes before they are rounded: 32, 64 or 128; 0 for none */
+  int32_t outliers; /* inputs that are kept apart, in all parts alike; 0 for none */
   int64_t outputs, inputs;                /* outputs: of this part alone */
   const uint8_t *panels; /* 64-byte aligned, bd_weight_bytes() long */
   const float *channel;  /* a scale for each output, [N padded to 16], or NULL */
+  const int32_t *columns; /* [outliers] which inputs are kept apart, ascending; those of the first part count */
+  const struct bd_weight *side; /* [N, outliers] in BF16, or NULL */
   const struct bd_weight *next;
 } bd_weight;
 

@@ -15,17 +15,21 @@ constexpr int ROW_BLOCK = 32;  // rows whose 8-bit codes lie together
 
 // Input rows as a weight's format rounds them. `values` [R][K padded] float, also while 8-bit codes are made; the codes
 // [R / 32][K / 32][rows of the block][32], their sums by 32 and by 16 inputs [R / 32][K / 32][rows of the block](2), and
-// the steps of INT8_G32, as many as the sums by 32.
+// the steps of INT8_G32, as many as the sums by 32. `outliers` [R][outlier_stride] are the inputs that are kept apart, in
+// bfloat16, zeros behind them.
 struct Rounded {
   int64_t rows, inputs;
   float *values, *scale;  // scale: [R], what a row of codes is to be multiplied by
   int8_t *codes;
   float *sums, *half_sums, *steps;
+  float *outliers;
+  int64_t outlier_stride;
 };
 
 struct Kernels {
   const char *name;
-  // Rows [from, to) of x [R, K]: RMSNorm unless norm is NULL, then rotation and rounding as a weight wants them.
+  // Rows [from, to) of x [R, K]: RMSNorm unless norm is NULL, then outliers are taken out, and rotation and rounding
+  // as a weight wants them.
   void (*round_rows)(const float *x, int64_t K, const float *norm, float eps, const bd_weight &, const Rounded &, int64_t from,
                      int64_t to);
   // Panels [from, to) of out = x W^T + bias + residual; bias and residual may be NULL, residual may be out. Rows of out

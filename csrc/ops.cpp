@@ -4,7 +4,7 @@
 
 namespace bd {
 
-Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K) {
+Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K, int64_t outliers) {
   Rounded r;
   r.rows = rows;
   r.inputs = round_up(K, GROUP);
@@ -14,6 +14,8 @@ Rounded carve_rounded(Carver &memory, int64_t rows, int64_t K) {
   r.sums = memory.take<float>(rows * r.inputs / 32);
   r.half_sums = memory.take<float>(rows * r.inputs / 16);
   r.steps = memory.take<float>(rows * r.inputs / 32);
+  r.outlier_stride = round_up(outliers, PANEL);
+  r.outliers = memory.take<float>(rows * r.outlier_stride);
   return r;
 }
 
@@ -30,6 +32,7 @@ Rounded round_inputs(Team &team, Rounded room, const float *x, int64_t rows, con
   const int64_t K = w.inputs;
   room.rows = rows;
   room.inputs = round_up(K, GROUP);
+  room.outlier_stride = round_up(w.outliers, PANEL);
   team.share(rows, 1, [&](int64_t from, int64_t to) { team.kernels().round_rows(x, K, norm, eps, w, room, from, to); });
   return room;
 }
@@ -109,13 +112,15 @@ void decode(Pool &pool, const Decode &d) {
   const bd_attention &heads = d.kinds[0];  // as many, and as large, in all kinds
   const int64_t rows = d.batch.rows, D = d.hidden_size, width = heads.heads * heads.head_dim;
   const int64_t qkv_width = width + 2 * heads.kv_heads * heads.head_dim;
-  int64_t inner = 0, paired = 0, projected = 0, widest = D > width ? D : width, partials = 0;
+  int64_t inner = 0, paired = 0, projected = 0, widest = D > width ? D : width, partials = 0, outliers = 0;
   for (int64_t i = 0; i < d.count; i++) {
     const bd_layer &layer = d.layers[i];
     const int64_t M = outputs_of(layer.gate_up) / 2;
     inner = M > inner ? M : inner;
     if (needs_pair(layer.gate_up) && M > paired) paired = M;
     if (layer.o_norm || layer.down_norm) projected = D;
+    for (const bd_weight *w : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down})
+      outliers = w->outliers > outliers ? w->outliers : outliers;
   }
   widest = inner > widest ? inner : widest;
   std::vector<AttentionPlan> plans;
@@ -126,7 +131,7 @@ void decode(Pool &pool, const Decode &d) {
   Rounded room;
   float *qkv, *q, *mixed, *partial, *gate, *pair, *product;
   take_scratch(pool, [&](Carver &memory) {
-    room = carve_rounded(memory, rows, widest);
+    room = carve_rounded(memory, rows, widest, outliers);
     qkv = memory.take<float>(rows * qkv_width);
     q = memory.take<float>(rows * width);
     mixed = memory.take<float>(rows * width);

@@ -40,8 +40,8 @@ template <class Carve> void take_scratch(Pool &pool, Carve carve) {
   carve(memory);
 }
 
-// Room for `rows` rounded rows of up to K inputs.
-Rounded carve_rounded(Carver &, int64_t rows, int64_t K);
+// Room for `rows` rounded rows of up to K inputs, `outliers` of them kept apart at most.
+Rounded carve_rounded(Carver &, int64_t rows, int64_t K, int64_t outliers);
 
 void norm_linear(Team &, const Rounded &, const float *x, int64_t rows, const float *norm, float eps, const bd_weight &,
                  const float *bias, const float *residual, float *out);

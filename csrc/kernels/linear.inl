@@ -243,6 +243,18 @@ void many_rows(Decode decode, const bd_weight &w, const Layout &l, int64_t p, in
   }
 }
 
+/// Adds what the inputs that are kept apart make with their own weights: a sum of its own for each output, added last.
+inline void add_outliers(const bd_weight &side, int64_t p, int panels, const Rounded &x, int64_t row, int rows, Vec *acc) {
+  const Layout l(side);
+  Vec sum[FLOAT_ROWS];
+  for (int i = 0; i < panels; i++) {
+    for (int m = 0; m < rows; m++) sum[m] = vec_zero();
+    const Bfloat values = source<Bfloat>(side.panels + (p + i) * l.panel_bytes + l.codes_at);
+    multiply_rows(values, bd::round_up(side.inputs, 2), x.outliers + row * x.outlier_stride, x.outlier_stride, rows, sum);
+    for (int m = 0; m < rows; m++) acc[i * rows + m] = vec_add(acc[i * rows + m], sum[m]);
+  }
+}
+
 /// Products of panels [p, p + panels) with rows [row, row + rows), times the scales of rows and outputs: [panels][rows].
 inline void products(const Form &form, const bd_weight &w, const Layout &l, int64_t p, int panels, const Rounded &x,
                      int64_t row, int rows, Vec *acc) {
@@ -259,6 +271,7 @@ inline void products(const Form &form, const bd_weight &w, const Layout &l, int6
     for (int m = 0; m < rows; m++)
       acc[i * rows + m] = vec_mul(vec_mul(acc[i * rows + m], vec_set(x.scale[row + m])), channel);
   }
+  if (w.side) add_outliers(*w.side, p, panels, x, row, rows, acc);
 }
 
 /// How rows and panels are taken: 8-bit inputs in the blocks that they lie in, panel by panel.

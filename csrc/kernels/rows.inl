@@ -92,9 +92,17 @@ void normalise(const float *x, int64_t K, const float *norm, float eps, int64_t 
   }
 }
 
+/// Moves the inputs that are kept apart out of a row: to bfloat16, and the row is rounded as if they were 0.
+void take_outliers(const bd_weight &w, float *y, float *out, int64_t stride) {
+  for (int64_t i = 0; i < stride; i++) out[i] = i < w.outliers ? y[w.columns[i]] : 0.0f;
+  for (int64_t i = 0; i < w.outliers; i++) y[w.columns[i]] = 0.0f;
+  for (int64_t i = 0; i < stride; i += 16) vec_store(out + i, vec_shorten<16>(vec_load(out + i)));
+}
+
 void round_row(const float *x, int64_t K, const float *norm, float eps, const bd_weight &w, const Rounded &out, int64_t row) {
   float *y = out.values + row * out.inputs;
   normalise(x, K, norm, eps, out.inputs, y);
+  if (w.outliers) take_outliers(w, y, out.outliers + row * out.outlier_stride, out.outlier_stride);
   if (w.rotation) rotate_row(y, K, w.rotation);
   const int activation = w.activation;
   Vec largest = vec_zero();

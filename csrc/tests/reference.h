@@ -52,10 +52,13 @@ class Weight {
               .activation = activation,
               .group = form.group,
               .rotation = 0,
+              .outliers = 0,
               .outputs = N,
               .inputs = K,
               .panels = nullptr,
               .channel = nullptr,
+              .columns = nullptr,
+              .side = nullptr,
               .next = nullptr};
     for (int64_t i = 0; i < N * K; i++) codes_.push_back(draw(random));
     const int64_t groups = form.grid == BD_GRID_NONE ? 0 : form.grid == BD_GRID_K16 ? K / 16 : K / group();

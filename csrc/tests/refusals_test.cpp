@@ -81,6 +81,35 @@ void weights(bd_pool *pool) {
   refuses("parts with different inputs", BD_E_SHAPE, linear(pool, parts));
 }
 
+void outliers(bd_pool *pool) {
+  const int32_t columns[] = {0, 5, 63}, twice[] = {0, 5, 5}, far[] = {0, 5, 64}, negative[] = {-1, 5, 6};
+  bd_weight side = weight(BD_BF16, BD_GRID_NONE, 0, 3), good = weight(BD_INT4, BD_GRID_SYM, 32, 64, BD_ACT_INT8), w = good;
+  good.outliers = 3, good.columns = columns, good.side = &side;
+  check(linear(pool, &good) == BD_OK, "a weight with outliers that is all right: %s", bd_error());
+  for (const int32_t *some : {twice, far, negative}) {
+    (w = good).columns = some;
+    refuses("columns that are no ascending numbers of inputs", BD_E_SHAPE, linear(pool, &w));
+  }
+  (w = good).columns = nullptr;
+  refuses("no columns", BD_E_POINTER, linear(pool, &w));
+  (w = good).side = nullptr;
+  refuses("outliers without weights", BD_E_SHAPE, linear(pool, &w));
+  (w = good).outliers = 2;
+  refuses("fewer outliers than weights for them", BD_E_SHAPE, linear(pool, &w));
+  (w = good).rotation = 32;
+  refuses("outliers beside a rotation", BD_E_SHAPE, linear(pool, &w));
+  bd_weight wrong = weight(BD_F32, BD_GRID_NONE, 0, 3);
+  (w = good).side = &wrong;
+  refuses("outliers in float32", BD_E_SHAPE, linear(pool, &w));
+  (wrong = side).outputs = 8;
+  refuses("outliers of fewer outputs", BD_E_SHAPE, linear(pool, &w));
+  bd_weight parts[2] = {good, good};
+  parts[0].next = &parts[1], parts[1].outliers = 0, parts[1].side = nullptr;
+  refuses("outliers in one part of two", BD_E_SHAPE, linear(pool, parts));
+  const int64_t row = 0;
+  refuses("a table with outliers", BD_E_SHAPE, bd_unpack_rows(pool, &good, &row, 1, y));
+}
+
 void refused_inputs(bd_pool *pool) {
   const bd_weight wide = weight(BD_INT4, BD_GRID_SYM, 32, (1 << 21) + 32);
   refuses("more inputs than groups are counted for", BD_E_SHAPE, linear(pool, &wide));
@@ -187,6 +216,7 @@ int main() {
         bd_error());
   for (float &f : norm) f = 1;
   weights(pool);
+  outliers(pool);
   buffers(pool);
   packing(pool);
   attention(pool);

@@ -12,6 +12,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
+from model_files import write_folder
 
 from bitdraft.formats import KV_FORMATS, Recipe, get_format
 from bitdraft.models.cached import CachedModel
@@ -21,6 +22,8 @@ from bitdraft.models.compressed_config import compressed_layout, quantization_co
 from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.models.scheme import Scheme
 from bitdraft.ops.encoding import dequantize
+from bitdraft.quantize.command import quantize_folder
+from bitdraft.quantize.load import open_source
 from bitdraft.types import Feed
 
 N, K = 40, 96  # 40 zero points fill no whole word at most widths
@@ -278,3 +281,27 @@ def test_mixed_precision_is_read_by_both_alike(tmp_path: Path) -> None:
     for name, packed in made.items():
         if name.startswith("model.layers."):
             torch.testing.assert_close(model.get_submodule(name).weight.data, dequantize(packed), rtol=2**-11, atol=0)
+
+
+def test_scales_of_keys_and_values_are_described_as_the_library_describes_them() -> None:
+    """U70: `kv_cache_scheme` is one that the library's own class takes, and says nothing that it would not."""
+    scheme = scheme_for("x", get_format("w8a8").encode(torch.randn(N, K, generator=ROWS)))
+    found = quantization_config({"model.layers.0.mlp.up_proj": scheme, "lm_head": None}, kv_scales=True)
+    assert found is not None
+    config = QuantizationConfig.model_validate(found)
+    assert config.kv_cache_scheme == QuantizationArgs(
+        num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True
+    )
+    assert compressed_layout(json.loads(config.model_dump_json()), "config.json").kv_cache
+    only = quantization_config({"model.layers.0.mlp.up_proj": None, "lm_head": None}, kv_scales=True)
+    assert only is not None
+    assert QuantizationConfig.model_validate(only).kv_cache_scheme is not None
+
+
+def test_folders_that_keep_inputs_in_16_bits_are_refused_by_others(tmp_path: Path) -> None:
+    """Without the columns beside the codes the model says something else: better nothing than that."""
+    source = open_source(str(write_folder(tmp_path / "model", quantized_models.config("qwen2"))))
+    texts = [f"hello world {i} " * 6 for i in range(30)]
+    quantize_folder(source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=texts, tokens=512)
+    with pytest.raises(Exception, match="bitdraft-outliers"):  # of whichever kind
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

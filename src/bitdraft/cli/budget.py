@@ -57,11 +57,7 @@ def choose_formats(
     from ..quantize.objective import Budget
 
     Budget.parse(budget)  # refuses before the long part
-    if (target is None) == (report is None):
-        raise UsageError(
-            "a budget without, or with two, yardsticks. Expected --target with the model that the draft is for, or "
-            "--report with a measurement of the two."
-        )
+    _check(target, report, recipe)
     kept = output.with_name(f"{output.name}.budget")
     speed = speed_of(Trace.load(report)) if report else None
     probe = _probe(kept, target, report, workload, seed, progress)
@@ -77,6 +73,19 @@ def choose_formats(
         progress=progress,
     )
     return found, found.recipe("clip" if recipe.method == "nearest" else recipe.method)
+
+
+def _check(target: str | None, report: Path | None, recipe: "Recipe") -> None:
+    if recipe.outliers:
+        raise UsageError(
+            f"--budget with {recipe.name}: formats are chosen by prices without inputs in 16 bits. Expected a format "
+            f"without -out{recipe.outliers}, or no --budget."
+        )
+    if (target is None) == (report is None):
+        raise UsageError(
+            "a budget without, or with two, yardsticks. Expected --target with the model that the draft is for, or "
+            "--report with a measurement of the two."
+        )
 
 
 def _probe(

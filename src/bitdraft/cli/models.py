@@ -38,7 +38,7 @@ def pull(
 @app.command(epilog="Example: bitdraft formats")
 def formats(as_json: Json = False) -> None:
     """List the number formats, with their bits per weight and what inputs are rounded to."""
-    from ..formats import FORMATS, get_format
+    from ..formats import FORMATS, METHODS, OUTLIERS, get_format
 
     rows = []
     for name in FORMATS:
@@ -47,6 +47,13 @@ def formats(as_json: Json = False) -> None:
         group = "as stored" if f.kind == "stored" else str(f.group_size or "channel")
         rows.append((name, bits, f.weights, f.activation, group, f.head))
     print_table("formats", ("format", "bits a weight", "weights", "activations", "group", "head"), rows, as_json)
+    if not as_json:
+        out.print(
+            "\nOptions after a format's name, where they fit: -g64, -g128, -asym, -ag32, -had, -h2 to -h8; then "
+            f"-out{min(OUTLIERS)} to -out{max(OUTLIERS)} (inputs of a layer that are kept in 16 bits); then a method: "
+            f"-rtn, -{', -'.join(name for name in METHODS if name != 'nearest')}.",
+            highlight=False,
+        )
 
 
 @app.command(epilog="Example: bitdraft export smollm2-135m --type q8_0 -o smollm2-135m.gguf")
@@ -109,6 +116,10 @@ def quantize(
     ] = None,
     target: Annotated[str | None, typer.Option(help="With --budget: the model that this one drafts for.")] = None,
     report: Annotated[Path | None, typer.Option(help="With --budget: a measurement of the two, for --target.")] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="Keys and values that the folder asks for: fp8, with scales from the texts."),
+    ] = None,
     seed: Seed = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was interrupted.")] = False,
     as_json: Json = False,
@@ -132,11 +143,20 @@ def quantize(
         if budget:
             chosen, recipe = choose_formats(source, budget, output, target, report, workload, recipe, seed, bars)
         made = quantize_folder(
-            source, recipe, output, seed=seed, calibration=texts, tokens=tokens, resume=resume, progress=bars
+            source, recipe, output, seed=seed, calibration=texts, tokens=tokens, kv=kv, resume=resume, progress=bars
         )
         if chosen:
             save_allocation(chosen, output / "allocation.json")
     _print_quantized(made, chosen, as_json)
+
+
+def _print_outliers(made: "QuantizeReport") -> None:
+    rows = []
+    for name, kept in made.outliers.items():
+        columns = ", ".join(map(str, kept.columns[:6])) + (", ..." if len(kept.columns) > 6 else "")
+        rows.append((name.removeprefix("model.layers."), columns, f"{kept.removed:.0%}", f"{kept.nbytes / 1e3:.0f}"))
+    headings = ("linear layer", f"{len(kept.columns)} inputs in 16 bits", "of its error removed", "kB")
+    print_table("outliers", headings, rows, False)
 
 
 def _print_quantized(made: "QuantizeReport", chosen: "Allocation | None", as_json: bool) -> None:
@@ -147,6 +167,8 @@ def _print_quantized(made: "QuantizeReport", chosen: "Allocation | None", as_jso
         print_allocation(chosen)
     errors = [(name, f"{error:.4f}") for name, error in made.errors.items()]
     print_table("errors", ("linear layer", f"relative error of its {made.measured}"), errors, as_json)
+    if made.outliers:
+        _print_outliers(made)
     out.print(
         f"\n{made.recipe}, method {made.method}: {made.bits_per_weight:.2f} bits a weight in the layers, "
         f"{made.nbytes / 1e6:.1f} MB in all\nwritten: {made.folder}",

@@ -2,12 +2,13 @@
 
 from .base import FORMATS, Format, get_format
 from .kv import KV_FORMATS, KVFormat, get_kv_format
-from .recipe import METHODS, Method, Recipe
+from .recipe import METHODS, OUTLIERS, Method, Recipe
 
 __all__ = [
     "FORMATS",
     "KV_FORMATS",
     "METHODS",
+    "OUTLIERS",
     "Format",
     "KVFormat",
     "Method",

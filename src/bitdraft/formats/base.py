@@ -289,6 +289,6 @@ def _unknown(name: str) -> FormatError:
     return FormatError(
         f"there is no format {name!r}. Expected one of {', '.join(FORMATS)}; integer formats below 8 bits take -g32, "
         "-g64 or -g128, -asym, -had and the head's width, -h2 to -h8, as in w4a16-g64-asym-h6; those of 8 bits and of "
-        "4-bit floats take -had; those with 8-bit inputs -ag32. The method comes last: -awq, or -rtn for rounding to "
-        "nearest."
+        "4-bit floats take -had; those with 8-bit inputs -ag32. After those -out8 to -out64 keeps inputs in 16 bits. "
+        "The method comes last: -awq, or -rtn for rounding to nearest."
     )

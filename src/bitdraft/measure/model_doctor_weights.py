@@ -106,6 +106,8 @@ def some_rows(packed: Packed, rows: slice | Tensor) -> Packed:
     tensors: dict[str, Any] = {
         f.name: value[rows] for f in fields(packed) if isinstance(value := getattr(packed, f.name), Tensor)
     }
+    if packed.outliers is not None:
+        tensors["outliers"] = replace(packed.outliers, side=packed.outliers.side[rows])
     return replace(packed, shape=(len(tensors["codes"]), packed.shape[1]), **tensors)
 
 
@@ -186,7 +188,8 @@ def _rounded_inputs(x_RK: Tensor | None, packed: Packed, folding: Folding) -> Te
     """The inputs as the model's layer reads them."""
     if x_RK is None:
         return None
-    return round_activations(x_RK if folding.inputs is None else x_RK * folding.inputs, packed.activation)
+    x_RK = x_RK if folding.inputs is None else x_RK * folding.inputs
+    return round_activations(x_RK, packed.activation, None if packed.outliers is None else packed.outliers.columns)
 
 
 def _outputs(

@@ -116,7 +116,7 @@ def run(
         if not _scored(job, name):
             draft = _load_draft(job, recipe)
             _judge(job, name, draft)
-            if recipe.method != "nearest":
+            if recipe.method != "nearest" or recipe.outliers:
                 kept[name] = draft
     _confirm(job, recipes, kept)
 

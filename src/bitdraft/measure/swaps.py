@@ -104,6 +104,11 @@ def swaps(source: Checkpoint, base: Weights, low: Weights) -> Iterator[tuple[Kin
     Raises:
         UsageError: the two differ in norms or biases, so that no tensor can be swapped alone.
     """
+    if any(packed.outliers for packed in low.packed.values()):
+        raise UsageError(
+            "this recipe keeps inputs in 16 bits that q, k and v share, and gate and up, so that no tensor can be put "
+            "in low bits alone. Expected one without -out."
+        )
     if any(not torch.equal(tensor, low.tensors[name]) for name, tensor in base.tensors.items()):
         raise UsageError(
             "this recipe moves scales from weights into norms and biases, so that no tensor can be put in low bits "

@@ -30,6 +30,8 @@ class CachedModel:
         decoder: the model.
         vocab_size: width of the logits.
         context_length: tokens that one request may hold.
+        kv_scales_from: where the scales of keys and values in 8-bit floats came from: 'folder', 'text', 'caller', or
+            'none' where all of them are 1.0; None where the format has none.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class CachedModel:
         kv: KVFormat = KV_FORMATS["bf16"],
         kv_scales: Sequence[tuple[Tensor, Tensor]] | None = None,
         prefix_cache: bool = False,
+        kv_scales_from: str | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -57,6 +60,7 @@ class CachedModel:
                 `find_scales`.
             prefix_cache: keep what requests computed for others that begin alike. Formats with codes have none,
                 whatever is asked: see `PrefixCache`.
+            kv_scales_from: who says so, see above; None for the caller.
         """
         config = decoder.config
         self.decoder = decoder
@@ -66,6 +70,7 @@ class CachedModel:
         blocks = -(-kv_tokens // BLOCK_SIZE)
         self.pool = BlockPool(config.num_layers, blocks, config.num_kv_heads, config.head_dim, kv, scales=kv_scales)
         self._tables: dict[int, BlockTable] = {}
+        self.kv_scales_from = _scales_from(kv, kv_scales, kv_scales_from)
         self._prefix = PrefixCache(self.pool) if prefix_cache and not kv.bits else None
         self._paths: dict[int, Path] = {}  # of the requests that adopted
 
@@ -199,6 +204,13 @@ class CachedModel:
             for i, its in zip(mine, torch.split(x_RD, [len(feed.tokens) for feed in cut]), strict=True):
                 rows[i].append(its)
         return torch.cat([some for its in rows for some in its])
+
+
+def _scales_from(kv: KVFormat, scales: Sequence[tuple[Tensor, Tensor]] | None, given: str | None) -> str | None:
+    if not kv.needs_scales:
+        return None
+    calibrated = any(bool((scale != 1).any()) for pair in scales or () for scale in pair)
+    return (given or "caller") if calibrated else "none"
 
 
 def _part(feed: Feed, first: int, count: int | None) -> Feed:

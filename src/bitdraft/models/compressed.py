@@ -7,6 +7,10 @@
                           weight_global_scale [1] float32, which divides
     mxfp4-pack-quantized  weight_packed likewise; weight_scale [N, K / 32] uint8, E8M0
 
+and, which is ours alone, for inputs that are kept in 16 bits:
+
+    any of these          weight_outliers [N, k] bfloat16; weight_outlier_columns [k] int32
+
 (its `compressors/*/base.py` and `compressors/pack_quantized/helpers.py`). Codes are signed there and count from 0 here,
 so a zero point is 2^(bits - 1) less there; in the packed stream both are the same bits.
 
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from ..errors import FormatError, ModelFileError
 from ..ops.encoding import pack_bits, unpack_bits
-from ..ops.packed import Packed, float_matrix
+from ..ops.packed import Outliers, Packed, float_matrix
 from .scheme import Scheme
 
 PARTS = (
@@ -32,20 +36,24 @@ PARTS = (
     "weight_zero_point",
     "weight_global_scale",
     "weight_g_idx",
+    "weight_outliers",
+    "weight_outlier_columns",
     "input_scale",
     "input_zero_point",
     "input_global_scale",
 )
 """Names of tensors that a quantised layer may have beside `weight`, after the layer's name and a dot."""
 
-_KNOWN = {"format", "shape", "bits", "activation", "codes", "scales", "zeros", "blocks", "element", "channel"}
+_KNOWN = {
+    "format", "shape", "bits", "activation", "codes", "scales", "zeros", "blocks", "element", "channel", "outliers"
+}  # fmt: skip
 
 
 def scheme_for(name: str, packed: Packed) -> Scheme | None:
     """How compressed-tensors describes a weight; None for plain floats.
 
     Where it has no words for all of it, the nearest description under which the weights are the same: what is left out
-    is how inputs are rounded.
+    is how inputs are rounded. A weight that keeps inputs apart is described without those: see `quantization_config`.
 
     Args:
         name: of the layer, for errors.
@@ -101,6 +109,9 @@ def encode(name: str, packed: Packed) -> dict[str, Tensor]:
     Raises:
         FormatError: it has no counterpart in compressed-tensors.
     """
+    if packed.outliers is not None:
+        own = {"weight_outliers": packed.outliers.side, "weight_outlier_columns": packed.outliers.columns}
+        return encode(name, replace(packed, outliers=None)) | {f"{name}.{k}": t.contiguous() for k, t in own.items()}
     scheme = scheme_for(name, packed)
     if scheme is None:
         return {f"{name}.weight": packed.codes.contiguous()}
@@ -186,6 +197,21 @@ def decode(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[
     Raises:
         ModelFileError: a tensor is missing, or of another shape or kind than the others call for.
     """
+    found = _decode_codes(name, parts, scheme, shape, where)
+    if "weight_outliers" not in parts:
+        return found
+    side, columns = parts["weight_outliers"], _part(name, parts, "weight_outlier_columns", where)
+    _expect(f"{name}.weight_outlier_columns", columns, torch.int32, (columns.numel(),), where)
+    _expect(f"{name}.weight_outliers", side, torch.bfloat16, (shape[0], columns.numel()), where)
+    if bool((columns[1:] <= columns[:-1]).any()) or not 0 <= int(columns[0]) <= int(columns[-1]) < shape[1]:
+        raise ModelFileError(
+            f"{where}: '{name}.weight_outlier_columns' are no ascending numbers of {shape[1]} inputs. The file is "
+            "damaged: fetch the model again."
+        )
+    return replace(found, outliers=Outliers(columns, side))
+
+
+def _decode_codes(name: str, parts: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], where: str) -> Packed:
     codes, scale = (_part(name, parts, part, where) for part in (_codes_part(scheme), "weight_scale"))
     if "weight_g_idx" in parts:
         raise ModelFileError(
@@ -222,6 +248,7 @@ def own_facts(packed: Packed) -> dict[str, Any]:
     The factor of a whole tensor is among it: the inverse of its inverse may be another number.
     """
     facts: dict[str, Any] = {"format": packed.format, "activation": packed.activation}
+    facts |= {"outliers": len(packed.columns)} if packed.outliers else {}
     return facts if packed.channel is None else facts | {"channel": float(packed.channel[0, 0])}
 
 

@@ -73,7 +73,7 @@ def _scheme(group: Mapping[str, Any], top: str, where: str) -> Scheme:
     activation, note = _inputs(field(group, "input_activations", dict, None, where), where)
     if group.get("output_activations"):
         note = "; ".join(filter(None, (note, "outputs are not rounded")))
-    storage = field(group, "format", str, None, where) or top
+    storage = (field(group, "format", str, None, where) or top).removeprefix(_OWN)
     if storage not in _STORAGES:
         raise refused(where, f"weights in the format {storage!r}", f"Expected one of {', '.join(_STORAGES)}.")
     _check_codes(storage, kind, bits, symmetric, group_size, where)
@@ -136,34 +136,57 @@ def _inputs(raw: Mapping[str, Any] | None, where: str) -> tuple[Activation, str]
     return "int8" if kind == "int" else "fp8_e4m3", "; ".join(notes)
 
 
-def quantization_config(schemes: Mapping[str, Scheme | None]) -> dict[str, Any] | None:
+_OWN = "bitdraft-outliers-"
+"""Before the name of a storage whose layers keep inputs in 16 bits: others, who would take these for zeros, then find a
+format that they do not know, and refuse it. (A `quant_method` that they do not know is no refusal: transformers warns,
+and loads the codes as weights.)"""
+
+
+def quantization_config(
+    schemes: Mapping[str, Scheme | None], *, outliers: bool = False, kv_scales: bool = False
+) -> dict[str, Any] | None:
     """The `quantization_config` of a model: one group for each scheme.
 
     Args:
         schemes: of every linear layer, by name without '.weight'; None for a layer that is stored plainly.
+        outliers: whether layers keep inputs in 16 bits, for which compressed-tensors has no words.
+        kv_scales: whether the folder has scales for keys and values in E4M3, one for a layer's keys and one for its
+            values.
 
     Returns:
-        the object for config.json; None if no layer is quantised.
+        the object for config.json; None if nothing is quantised.
     """
     found = list(dict.fromkeys(scheme for scheme in schemes.values() if scheme))
-    if not found:
+    if not found and not kv_scales:
         return None
+    own = _OWN if outliers else ""
     ignore = [name for name, scheme in schemes.items() if scheme is None]
     groups = {}
     for i, scheme in enumerate(found):
         names = [name for name, own in schemes.items() if own == scheme]
         groups[f"group_{i}"] = _group(scheme, ["Linear"] if len(found) == 1 else _targets(names, schemes))
+        groups[f"group_{i}"]["format"] = own + scheme.storage
     storages = {scheme.storage for scheme in found}
     return {
         "quant_method": "compressed-tensors",
         "version": "0.20.1",
-        "format": found[0].storage if len(storages) == 1 else "mixed-precision",
+        "format": own + ("dense" if not found else found[0].storage if len(storages) == 1 else "mixed-precision"),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": ignore,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": dict(_KV_SCHEME) if kv_scales else None,
         "global_compression_ratio": None,
     }
+
+
+_KV_SCHEME = {
+    "num_bits": 8,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor",
+    "group_size": None,
+    "dynamic": False,
+}
 
 
 def _targets(names: Sequence[str], schemes: Mapping[str, Scheme | None]) -> list[str]:

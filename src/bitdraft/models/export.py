@@ -120,13 +120,16 @@ class FolderWriter:
         tensors = {name: files.tensor(name).clone() for name in files.shapes if not name.startswith(parts)}
         return packed, tensors
 
-    def finish(self, head: Packed, embedding: Packed, final_norm: Tensor) -> Path:
+    def finish(
+        self, head: Packed, embedding: Packed, final_norm: Tensor, kv_scales: Mapping[str, Tensor] | None = None
+    ) -> Path:
         """Write what is not in a layer, and give the folder its name.
 
         Args:
             head: the output head.
             embedding: the very same object where the head is tied.
             final_norm: [D] float32.
+            kv_scales: of the layers' keys and values by full name, [1] float32, where the folder is to have such.
 
         Returns:
             the folder.
@@ -145,18 +148,19 @@ class FolderWriter:
         own = {name: weight for name, weight in outer.items() if name not in plain}
         tensors = {k: t for name, weight in plain.items() for k, t in encode(name, weight).items()}
         tensors |= {f"{name}.weight": self._source.tensor(f"{name}.weight").bfloat16() for name in own}
-        self._save(self._shard(self._source.config.num_layers), tensors | {FINAL_NORM: final_norm}, plain)
+        tensors |= {FINAL_NORM: final_norm, **(kv_scales or {})}
+        self._save(self._shard(self._source.config.num_layers), tensors, plain)
         if own:
             self._save(HEAD_FILE, {k: t for name, weight in own.items() for k, t in encode(name, weight).items()}, own)
         with _writing(self.partial):
-            self._write_small_files({name: scheme_for(name, weight) for name, weight in own.items()})
+            self._write_small_files({name: scheme_for(name, weight) for name, weight in own.items()}, bool(kv_scales))
             (self.partial / _STATE).unlink()
             if self.folder.exists():
                 self.folder.rmdir()  # an empty one
             os.replace(self.partial, self.folder)
         return self.folder
 
-    def _write_small_files(self, own_head: Mapping[str, Scheme | None]) -> None:
+    def _write_small_files(self, own_head: Mapping[str, Scheme | None], kv_scales: bool) -> None:
         """Index, config.json, the tokenizer's files and the model card."""
         shards = [self._shard(i) for i in range(self._source.config.num_layers + 1)]
         places: dict[str, str] = {}
@@ -172,7 +176,8 @@ class FolderWriter:
         linear = {n: f for n, f in facts.items() if n not in ("lm_head", "model.embed_tokens")}
         schemes = {name: _scheme(fact) for name, fact in linear.items()} | {"lm_head": None}
         settings = dict(self._settings)
-        if found := quantization_config(schemes):
+        outliers = any("outliers" in fact["own"] for fact in facts.values())
+        if found := quantization_config(schemes, outliers=outliers, kv_scales=kv_scales):
             settings["quantization_config"] = found
         settings["bitdraft"] = {"recipe": self._recipe, "formats": _formats(facts)}
         if own_head:
@@ -181,7 +186,8 @@ class FolderWriter:
         counts = Counter(fact["own"]["format"] for fact in linear.values())
         weights = sum(n * k for name, (n, k) in self._source.config.linear_shapes().items() if name in linear)
         bits = 8 * sum(fact["nbytes"] for fact in linear.values()) / weights
-        card = model_card(Path(self._source.origin).stem, self._recipe, counts, bits, bool(found), bool(own_head))
+        name = Path(self._source.origin).stem
+        card = model_card(name, self._recipe, counts, bits, bool(found), bool(own_head), outliers)
         (self.partial / "README.md").write_text(card, encoding="utf-8")
         write_json(self.partial / "config.json", settings)  # last: what has it is whole
 

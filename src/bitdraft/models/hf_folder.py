@@ -202,7 +202,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def model_card(
-    source: str, recipe: str, formats: Mapping[str, int], bits: float, quantized: bool, own_head: bool
+    source: str, recipe: str, formats: Mapping[str, int], bits: float, quantized: bool, own_head: bool, outliers: bool
 ) -> str:
     """README.md of a folder that bitdraft wrote.
 
@@ -213,6 +213,7 @@ def model_card(
         bits: mean bits of their weights.
         quantized: whether any of them is quantised.
         own_head: whether head and embedding stand in a file of their own, too.
+        outliers: whether layers keep inputs in 16 bits.
     """
     rows = "\n".join(f"| {name} | {count} |" for name, count in formats.items())
     loads = (
@@ -222,6 +223,11 @@ def model_card(
         if quantized
         else "vLLM, transformers and others read the folder like any other."
     )
+    if outliers:
+        loads = (
+            "Each of these layers keeps a few inputs in 16 bits, with their weights beside the codes. Only bitdraft "
+            "reads that, and other programs refuse the folder by the name of its `format`."
+        )
     head = (
         "\n\nThe output head and the embedding are in 16 bits for other programs. bitdraft runs them as its format has "
         "them, from `bitdraft-head.safetensors`, which nothing else reads: it may be left out of an upload that is "

@@ -101,6 +101,11 @@ class QuantizedCheckpoint:
                     f"stored as {scheme.storage}: fetch all files of the model again."
                 )
             shapes[f"{layer}.weight"] = shape
+            if self._facts.get(layer, {}).get("outliers") and "weight_outliers" not in parts:
+                raise ModelFileError(
+                    f"{self.origin}: tensor '{layer}.weight_outliers' is missing, and config.json says that {layer} "
+                    "keeps inputs in 16 bits: fetch all files of the model again."
+                )
         for name in shapes:
             if self._files.dtypes.get(name, "BF16") not in _FLOATS and not self._quantised(name):
                 raise ModelFileError(
@@ -242,6 +247,7 @@ def _facts(own: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
             raise ModelFileError(f"{place}: the format {values} is not known. Write the folder again.")
         channel = field(entry, "channel", float, None, place)
         values |= {} if channel is None else {"channel": channel}
+        values |= {"outliers": field(entry, "outliers", int, 0, place)}
         facts |= dict.fromkeys(field(entry, "layers", list, [], place), values)
     return facts
 

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from . import native, reference
 from .batch import AttentionKind, CodedBlocks, KVCache, KVLayer, Ragged, Rotary
-from .checks import check, check_angles, check_arrays, check_batch, check_kv, check_rotary, check_rows, check_vector
+from .checks import (
+    check,
+    check_angles,
+    check_arrays,
+    check_batch,
+    check_kv,
+    check_outliers,
+    check_rotary,
+    check_rows,
+    check_vector,
+)
 from .coded import encode_blocks
 from .packed import Gate, Layer, Packed, Prepared, Stack
 
@@ -56,13 +66,15 @@ def prepare(*parts: Packed) -> Prepared:
 
     Args:
         parts: the weight, or up to three that are fused: their rows in order, [N, K] each with one K, one
-            activation and one rotation.
+            activation, one rotation, and the same outliers.
 
     Raises:
         ShapeError: parts that do not read the same inputs.
     """
-    kinds = {(part.shape[1], part.activation, part.rotation or 0) for part in parts}
-    check(len(kinds) == 1, "prepare", f"parts of (inputs, activation, rotation) {sorted(kinds)}", "one of each")
+    kinds = {(part.shape[1], part.activation, part.rotation or 0, part.columns) for part in parts}
+    check(len(kinds) == 1, "prepare", f"parts of (inputs, activation, rotation, outliers) {sorted(kinds)}", "one each")
+    for part in parts:
+        check_outliers("prepare", part)
     check(len(parts) <= 3, "prepare", f"{len(parts)} parts", "3 at most")
     return _version("prepare")(*parts)  # type: ignore[no-any-return]
 
@@ -78,6 +90,7 @@ def embed(ids_R: Tensor | Sequence[int], table: Prepared) -> Tensor:
         [R, D] float32.
     """
     check(table.rotation is None, "embed", "a table with a rotation, which is for inputs that are multiplied", "none")
+    check(table.columns is None, "embed", "a table with outliers, which are inputs that are multiplied", "none")
     if isinstance(ids_R, Tensor):
         given = f"ids {ids_R.dtype} {list(ids_R.shape)}"
         check(ids_R.ndim == 1 and ids_R.dtype == torch.int64, "embed", given, "int64 [R]")

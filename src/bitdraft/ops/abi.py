@@ -6,7 +6,7 @@ Kept apart from `native.py`, which says what is done with it. `VERSION` is compa
 import ctypes
 from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 
-VERSION = 3
+VERSION = 4
 
 CODECS = {
     name: i
@@ -28,10 +28,13 @@ Weight._fields_ = (
     ("activation", c_int32),
     ("group", c_int32),
     ("rotation", c_int32),
+    ("outliers", c_int32),
     ("outputs", c_int64),
     ("inputs", c_int64),
     ("panels", c_void_p),
     ("channel", c_void_p),
+    ("columns", c_void_p),
+    ("side", POINTER(Weight)),
     ("next", POINTER(Weight)),
 )
 

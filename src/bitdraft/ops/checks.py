@@ -6,11 +6,14 @@ tensors that it was given.
 Shape suffixes: R rows, S sequences, J KV heads, C head dimension.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from ..errors import ShapeError
 from .batch import CodedBlocks, KVLayer, Listed, Ragged, Rotary
+from .packed import Packed
 
 KV_DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
 
@@ -46,6 +49,24 @@ def check_vector(operation: str, name: str, v: Tensor | None, size: int) -> None
     if v is None or (v.shape == (size,) and v.dtype == torch.float32 and v.is_contiguous()):
         return
     check(False, operation, f"{name} {v.dtype} {list(v.shape)}", f"contiguous float32 [{size}]")
+
+
+def check_outliers(operation: str, packed: Packed) -> None:
+    """Columns that are ascending inputs, with bfloat16 weights for each, of a weight that is not rotated.
+
+    Raises:
+        ShapeError: they are not.
+    """
+    if packed.outliers is None:
+        return
+    columns, side, numbers = packed.outliers.columns, packed.outliers.side, packed.columns
+    given = f"outliers {columns.dtype} {list(columns.shape)} with weights {side.dtype} {list(side.shape)}"
+    ok = columns.ndim == 1 and columns.dtype == torch.int32 and side.dtype == torch.bfloat16
+    expected = f"int32 columns and bfloat16 weights [{packed.shape[0]}, as many]"
+    check(ok and side.shape == (packed.shape[0], len(columns)) and len(columns) > 0, operation, given, expected)
+    ascending = all(a < b for a, b in pairwise((-1, *numbers, packed.shape[1])))
+    check(ascending, operation, f"columns {list(numbers[:8])}", f"ascending ones below {packed.shape[1]}")
+    check(packed.rotation is None, operation, "outliers of rotated inputs", "one of the two")
 
 
 def check_kv(operation: str, kv: KVLayer) -> None:

@@ -4,6 +4,7 @@ Shape suffixes: N outputs, K inputs, G groups along K, R rows.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -72,7 +73,16 @@ def unpack_bits(packed: Tensor, bits: int) -> Tensor:
 
 
 def dequantize(packed: Packed) -> Tensor:
-    """The values that a packed weight multiplies by, [N, K] float32: of a rotated one, those of W H."""
+    """The values that a packed weight multiplies by, [N, K] float32: of a rotated one, those of W H.
+
+    Those of inputs that are kept apart stand in their columns.
+    """
+    if packed.outliers is not None:
+        whole_NK = dequantize(replace(packed, outliers=None))
+        if whole_NK.data_ptr() == packed.codes.data_ptr():
+            whole_NK = whole_NK.clone()
+        whole_NK[:, packed.outliers.columns.long()] = packed.outliers.side.float()
+        return whole_NK
     N, K = packed.shape
     if packed.blocks is not None:
         return torch.from_numpy(dequantise(packed.codes.numpy().reshape(-1), packed.blocks)).view(N, K)
@@ -95,7 +105,8 @@ def is_finite(packed: Packed) -> bool:
     """Whether every value that a packed weight stands for is a number; looks at no more than it must."""
     if packed.blocks is not None:
         return finite(packed.codes.numpy(), packed.blocks)
-    floats = [t for t in (packed.codes, packed.scales, packed.channel) if t is not None and t.is_floating_point()]
+    parts = packed.codes, packed.scales, packed.channel, None if packed.outliers is None else packed.outliers.side
+    floats = [t for t in parts if t is not None and t.is_floating_point()]
     # The sum of finite values is finite and costs a tenth of looking at each of them.
     return all(math.isfinite(float(t.float().sum())) or bool(t.float().isfinite().all()) for t in floats)
 
@@ -129,11 +140,12 @@ def rotate(x_RK: Tensor, block: int) -> Tensor:
     return x_RK * share
 
 
-def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:
+def round_activations(x_RK: Tensor, activation: Activation, columns_k: Tensor | None = None) -> Tensor:
     """Round rows as a format says; what becomes of a row depends on that row alone.
 
     Args:
         x_RK: [R, K] float32, finite.
+        columns_k: inputs that are kept apart, [k] integers: rounded to bfloat16, and the others as if these were 0.
         activation: `f32` leaves them; `bf16` rounds to bfloat16; `int8` and the FP8 kinds divide each row by its
             largest magnitude over the largest code (127; 448; 57344), round to the nearest code, ties to even, and
             multiply again; `int8_g32` does so with every 32 inputs of a row, and with fewer at its end. Zeros stay
@@ -142,6 +154,10 @@ def round_activations(x_RK: Tensor, activation: Activation) -> Tensor:
     Returns:
         [R, K] float32: the values that the rounded inputs stand for.
     """
+    if columns_k is not None:
+        columns_k = columns_k.long()
+        rounded_RK = round_activations(x_RK.index_fill(1, columns_k, 0.0), activation)
+        return rounded_RK.index_copy(1, columns_k, x_RK[:, columns_k].bfloat16().float())
     if activation == "f32":
         return x_RK
     if activation == "bf16":

@@ -17,6 +17,7 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import addressof, byref, c_float, c_int64, pointer
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, chain
 from typing import Any
@@ -29,7 +30,7 @@ from . import abi
 from .batch import AttentionKind, CodedBlocks, KVCache, KVLayer, Ragged, Rotary
 from .checks import check, check_kv
 from .machine import Slab, thread_count
-from .packed import Gate, Layer, Packed, Stack
+from .packed import Gate, Layer, Packed, Stack, float_matrix
 from .panels import PanelKind, Panels, PanelWeight, panel_source
 
 BLOCK_SIZE = 16
@@ -76,6 +77,7 @@ class Native:
             FormatError: a scale layout that no format of bitdraft has, or values that the kernels cannot hold.
         """
         placed = tuple(self._pack(part) if part.blocks is None else self._pack_blocks(part) for part in parts)
+        placed = tuple(self._with_outliers(made, part) for made, part in zip(placed, parts, strict=True))
         return PanelWeight(placed, sum(part.nbytes for part in parts))
 
     def _pack(self, packed: Packed) -> Panels:
@@ -88,6 +90,12 @@ class Native:
         places = byref(made.struct()), made.panels.data_ptr(), source.codes.data_ptr()
         self._call("bd_pack", *places, _pointer(source.scales), _pointer(source.zeros))
         return made
+
+    def _with_outliers(self, made: Panels, packed: Packed) -> Panels:
+        if packed.outliers is None:
+            return made
+        side = self._pack(float_matrix(packed.outliers.side))
+        return replace(made, columns=packed.outliers.columns.contiguous(), side=side)
 
     def _pack_blocks(self, packed: Packed) -> Panels:
         """Codes and scales of a GGUF file's blocks go into panels as they are."""

@@ -20,11 +20,30 @@ model's law, not a matter of speed."""
 
 
 @dataclass(frozen=True)
+class Outliers:
+    """The few inputs of a weight that are kept apart, in 16 bits.
+
+    Attributes:
+        columns: which inputs, [k] int32, ascending.
+        side: what they are multiplied by, [N, k] bfloat16.
+    """
+
+    columns: Tensor
+    side: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take on disk."""
+        return 4 * self.columns.numel() + 2 * self.side.numel()
+
+
+@dataclass(frozen=True)
 class Packed:
     """A weight matrix in a low-bit format.
 
     `value[n, k] = channel[n] * scale[n, g(k)] * (code[n, k] - zero[n, g(k)])`, without what a format has not. With a
-    rotation, these are the values of W H, which multiply x H: see `ops.encoding.rotate`.
+    rotation, these are the values of W H, which multiply x H: see `ops.encoding.rotate`. With outliers, it is
+    `y = W round(x, those columns 0) + side bf16(x[columns])`, and the codes of those columns stand for zeros.
 
     Attributes:
         format: the name of the format that made it.
@@ -42,6 +61,7 @@ class Packed:
         channel: [N, 1] float32, a factor of each output beside the scales of its groups (NVFP4: the scale of the tensor
             that the output came from); else None.
         rotation: inputs of a block that a Hadamard matrix mixes in inputs and weight; None without rotation.
+        outliers: the inputs that are kept apart; None without such.
     """
 
     format: str
@@ -55,10 +75,16 @@ class Packed:
     element: Literal["e2m1"] | None = None
     channel: Tensor | None = None
     rotation: int | None = None
+    outliers: Outliers | None = None
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Inputs that are kept apart."""
+        return () if self.outliers is None else tuple(self.outliers.columns.tolist())
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the weight takes on disk: codes, scales (1 or 2 bytes a group, 4 an output or a tensor), zeros."""
+        """Bytes on disk: codes, scales (1 or 2 bytes a group, 4 an output or a tensor), zeros, outliers."""
         size = self.codes.numel() * self.codes.element_size()
         if self.scales is not None:
             wide = self.scales.dtype == torch.float32
@@ -68,7 +94,7 @@ class Packed:
             size += 4 * len(set(self.channel[:, 0].tolist()))
         if self.zeros is not None:
             size += self.zeros.numel()
-        return size
+        return size if self.outliers is None else size + self.outliers.nbytes
 
 
 def float_matrix(values_NK: Tensor) -> Packed:
@@ -103,6 +129,11 @@ class Prepared(Protocol):
     @property
     def rotation(self) -> int | None:
         """Inputs of a block that a Hadamard matrix mixes before they are rounded; None without rotation."""
+        ...
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Inputs that are kept apart, in bfloat16, [k] int32; None without such."""
         ...
 
     @property
@@ -178,6 +209,8 @@ def concatenate(parts: Sequence[Packed]) -> Packed:
         scales=stack([p.scales for p in parts]),
         zeros=stack([p.zeros for p in parts]),
         channel=stack([p.channel for p in parts]),
+        outliers=first.outliers
+        and Outliers(first.outliers.columns, torch.cat([p.outliers.side for p in parts if p.outliers])),
     )
 
 
@@ -192,7 +225,7 @@ def fuse(parts: Sequence[Packed]) -> list[Packed]:
 
     Raises:
         ShapeError: if the parts differ in inputs.
-        FormatError: if only some of them read rotated inputs.
+        FormatError: if only some of them read rotated inputs, or keep other inputs apart.
     """
     for part in parts:
         if part.shape[1] != parts[0].shape[1]:
@@ -201,6 +234,11 @@ def fuse(parts: Sequence[Packed]) -> list[Packed]:
         raise FormatError(
             f"{', '.join(part.format for part in parts)}: q, k and v, and gate and up, read the same inputs, rotated "
             "in the same blocks or not at all. Expected -had and one group size for all of them, or -had for none."
+        )
+    if len({part.columns for part in parts}) > 1:
+        raise FormatError(
+            f"{', '.join(part.format for part in parts)}: q, k and v, and gate and up, read the same inputs, and keep "
+            "the same ones apart. Expected the same columns in all of them."
         )
     if len({part.activation for part in parts}) > 1:
         parts = [replace(part, activation="bf16") for part in parts]
@@ -218,7 +256,7 @@ def _alike(a: Packed, b: Packed) -> bool:
     kinds = [
         (w.format, w.shape[1], w.bits, w.activation, w.codes.dtype, w.blocks, w.element, w.rotation) for w in (a, b)
     ]
-    return kinds[0] == kinds[1]
+    return kinds[0] == kinds[1] and a.columns == b.columns
 
 
 def _unlike(part: Packed, first: Packed) -> ShapeError:

@@ -55,28 +55,40 @@ class Panels:
         kind: sizes and layout.
         panels: the bytes, [bytes] uint8, 64-byte aligned.
         channel: a scale for each output, [N padded to 16] float32, or None.
+        columns: inputs that are kept apart, [k] int32, or None.
+        side: what those are multiplied by, [N, k] in BF16, or None.
     """
 
     kind: PanelKind
     panels: Tensor
     channel: Tensor | None
+    columns: Tensor | None = None
+    side: "Panels | None" = None
 
     @property
     def resident_bytes(self) -> int:
         """Bytes that it takes in memory."""
-        return self.panels.numel() + (0 if self.channel is None else 4 * self.channel.numel())
+        size = self.panels.numel() + (0 if self.channel is None else 4 * self.channel.numel())
+        return (
+            size
+            if self.columns is None or self.side is None
+            else size + 4 * len(self.columns) + self.side.resident_bytes
+        )
 
     def struct(self) -> abi.Weight:
-        """What the C interface is given; it points into `panels` and `channel`."""
+        """What the C interface is given; it points into `panels`, `channel` and `columns`."""
         return abi.Weight(
             abi.CODECS[self.kind.codec],
             abi.GRIDS[self.kind.grid],
             abi.ACTIVATIONS[self.kind.activation],
             self.kind.group,
             self.kind.rotation,
+            0 if self.columns is None else len(self.columns),
             *self.kind.shape,
             self.panels.data_ptr(),
             None if self.channel is None else self.channel.data_ptr(),
+            None if self.columns is None else self.columns.data_ptr(),
+            None if self.side is None else ctypes.pointer(self.side.struct()),
         )
 
 
@@ -106,6 +118,11 @@ class PanelWeight:
     def rotation(self) -> int | None:
         """Inputs of a block that are rotated before they are rounded; None without rotation."""
         return self.parts[0].kind.rotation or None
+
+    @property
+    def columns(self) -> Tensor | None:
+        """Inputs that are kept apart, [k] int32; None without such."""
+        return self.parts[0].columns
 
     @property
     def resident_bytes(self) -> int:

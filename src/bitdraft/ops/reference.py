@@ -28,12 +28,14 @@ class DecodedWeight:
         activation: how inputs are rounded before they meet this weight.
         packed_bytes: what the weight takes in its packed form.
         rotation: inputs of a block that a Hadamard matrix mixes before they are rounded; None without rotation.
+        columns: inputs that are kept apart, in bfloat16, [k] int32; None without such.
     """
 
     values: Tensor
     activation: Activation
     packed_bytes: int
     rotation: int | None = None
+    columns: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,13 +52,15 @@ def prepare(*parts: Packed) -> DecodedWeight:
     """Decode a weight once, at load, into the FP32 values it stands for."""
     values = [dequantize(part) for part in parts]
     whole = values[0] if len(values) == 1 else torch.cat(values)
-    return DecodedWeight(whole, parts[0].activation, sum(part.nbytes for part in parts), parts[0].rotation)
+    first, nbytes = parts[0], sum(part.nbytes for part in parts)
+    columns = None if first.outliers is None else first.outliers.columns
+    return DecodedWeight(whole, first.activation, nbytes, first.rotation, columns)
 
 
 def _matmul(x_RK: Tensor, weight: DecodedWeight) -> Tensor:
     if weight.rotation is not None:
         x_RK = rotate(x_RK, weight.rotation)
-    x_RK = round_activations(x_RK, weight.activation)
+    x_RK = round_activations(x_RK, weight.activation, weight.columns)
     if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         # torch sends FP32 products to MKL, which is 1.5 to 2.8 times slower than oneDNN for 1 to 256 rows on processors
         # of the other make (docs/log.md, 2026-11-29). The result is the same FP32 product, summed in another order.

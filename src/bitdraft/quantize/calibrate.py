@@ -6,7 +6,7 @@ layers below it as they were rounded.
 Shape suffixes: T rows (tokens), D hidden size, K inputs, G groups of inputs, S inputs of a group.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from ..models.checkpoint import Checkpoint, Weights
 from ..models.decoder import Decoder, PreparedModel, prepare_layer
 from ..models.kv import BLOCK_SIZE, BlockPool, BlockTable
 from ..models.tensor_names import EMBEDDING
-from ..ops import KVCache, Ragged, Stack, prepare
+from ..ops import KVCache, KVLayer, Ragged, Stack, prepare
 from ..ops.packed import Packed
 
 MIN_TOKENS = 512
@@ -94,6 +94,11 @@ class LayerInputs:
     def mean_magnitude(self, name: str) -> Tensor:
         """Mean |x| of every channel, [K]."""
         return self._inputs[name].total / self._inputs[name].tokens
+
+    def mean_square(self, name: str) -> Tensor:
+        """Mean x^2 of every channel, [K]."""
+        found = self._inputs[name]
+        return found.products.diagonal(dim1=1, dim2=2).flatten() / found.tokens
 
     def largest(self, name: str) -> Tensor:
         """Largest |x| of every channel, [K]."""
@@ -197,11 +202,19 @@ class Calibration:
                 batch, self._pool.layers, lambda _, name, x_TK: inputs.observe(name, x_TK), self._rows_TD[rows], layer
             )
 
-    def advance(self, layer: int, weights: Weights) -> None:
-        """Take the rows through a layer, as these weights and the rounding of its inputs have it."""
+    def advance(self, layer: int, weights: Weights, see: Callable[[KVLayer], None] | None = None) -> None:
+        """Take the rows through a layer, as these weights and the rounding of its inputs have it.
+
+        `see` is shown the layer's keys and values, float32, of a few rows at a time; zeros where there are none.
+        """
         decoder = self._decoder(layer, weights)
+        (kv,) = self._pool.layers
         for rows, batch in self._ragged():
+            if see:
+                kv.keys.zero_(), kv.values.zero_()
             self._rows_TD[rows] = decoder.hidden(batch, self._pool.layers, None, self._rows_TD[rows], layer)
+            if see:
+                see(kv)
 
     def _decoder(self, layer: int, weights: Weights) -> Decoder:
         return Decoder(replace(self._model, layers=Stack([prepare_layer(weights, layer)])))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +19,9 @@ from ..models.hf_folder import write_json
 from ..models.tokenizer_folder import read_json
 from ..ops.machine import torch_on_all_cores
 from .calibrate import TOKENS
+from .kv_cache import check_kv, folder_kv_scales
 from .load import Source
+from .outliers import KeptColumns
 from .pipeline import LINEAR, FinishedLayer, Progress, check_request, doing, quantize_ends, quantize_layers
 
 STATE = "bitdraft-quantize.json"
@@ -38,6 +40,7 @@ class QuantizeReport:
         nbytes: of all weights, as they are packed.
         measured: what the errors are of: 'outputs' on the calibration set, or 'weights'.
         errors: by kind of linear layer ('self_attn.q_proj'), the mean over the layers of the relative error.
+        outliers: by linear layer ('model.layers.0.self_attn.q_proj'), the inputs that it keeps in 16 bits.
     """
 
     folder: Path
@@ -47,10 +50,12 @@ class QuantizeReport:
     nbytes: int
     measured: str
     errors: Mapping[str, float]
+    outliers: Mapping[str, KeptColumns]
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for printing."""
-        return {**vars(self), "folder": str(self.folder), "errors": dict(self.errors)}
+        outliers = {name: asdict(kept) for name, kept in self.outliers.items()}
+        return {**vars(self), "folder": str(self.folder), "errors": dict(self.errors), "outliers": outliers}
 
 
 def quantize_folder(
@@ -61,6 +66,7 @@ def quantize_folder(
     seed: int,
     calibration: Sequence[str] = (),
     tokens: int = TOKENS,
+    kv: str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> QuantizeReport:
@@ -73,8 +79,9 @@ def quantize_folder(
         recipe: format and method.
         folder: to be made.
         seed: names the random choices of calibration.
-        calibration: texts, read by calibrated methods only.
+        calibration: texts, read by calibrated methods, and to find scales of keys and values.
         tokens: how many of their tokens are read, at most.
+        kv: the format of keys and values that the folder asks for, 'fp8', whose scales it then has; None for none.
         resume: go on with what an interrupted run left; without it, that is refused.
         progress: called with (layers done, layers and 1 for head and embedding, what).
 
@@ -87,7 +94,8 @@ def quantize_folder(
     checkpoint, config = source.checkpoint, source.checkpoint.config
     ids = [source.tokenizer.encode(text) for text in calibration]
     check_request(checkpoint, recipe, ids, tokens)
-    notes = _Notes(folder, _made_with(recipe, calibration, tokens, seed), resume)
+    check_kv(kv, ids)
+    notes = _Notes(folder, _made_with(recipe, calibration, tokens, seed, kv), resume)
     writer = FolderWriter(folder, checkpoint, recipe.name)
     layers = quantize_layers(
         checkpoint,
@@ -104,7 +112,9 @@ def quantize_folder(
             writer.write_layer(layer.number, layer.packed, layer.tensors)
             notes.add(layer)
         ends = quantize_ends(checkpoint, recipe)
-    writer.finish(*ends)
+        rng = np.random.default_rng(seed)
+        kv_scales = folder_kv_scales(checkpoint, recipe, writer.read_layer, ids, rng) if kv else None
+    writer.finish(*ends, kv_scales)
     if progress:
         progress(config.num_layers + 1, config.num_layers + 1, doing(recipe))
     return _report(source, recipe, folder, notes, {id(p): p.nbytes for p in ends[:2]}.values())
@@ -124,16 +134,18 @@ def _report(
         nbytes=linear + others + sum(head_and_embedding) + 4 * config.hidden_size,
         measured="outputs" if recipe.calibrated else "weights",
         errors=notes.mean_errors(),
+        outliers=notes.outliers(),
     )
 
 
-def _made_with(recipe: Recipe, calibration: Sequence[str], tokens: int, seed: int) -> dict[str, Any]:
+def _made_with(recipe: Recipe, calibration: Sequence[str], tokens: int, seed: int, kv: str | None) -> dict[str, Any]:
     """Everything that the layers of one folder have to have in common."""
     made: dict[str, Any] = {
         "recipe": recipe.name,
         "formats": {name: form.name for name, form in sorted(recipe.formats.items())},
     }
-    if recipe.calibrated:
+    made |= {"kv": kv} if kv else {}
+    if recipe.calibrated or kv:
         digest = hashlib.sha256(json.dumps(list(calibration)).encode()).hexdigest()
         made |= {"calibration": digest[:16], "tokens": tokens, "seed": seed}
     return made
@@ -174,6 +186,7 @@ class _Notes:
                 "errors": dict(layer.errors),
                 "linear": sum(packed.nbytes for packed in layer.packed.values()),
                 "others": sum(4 * tensor.numel() for tensor in layer.tensors.values()),
+                "outliers": {name: asdict(kept) for name, kept in layer.outliers.items()},
             }
         )
         unfinished = self._path.with_suffix(".unfinished")
@@ -189,6 +202,14 @@ class _Notes:
     def sizes(self) -> tuple[int, int]:
         """Bytes of the linear layers, and of all else in the layers."""
         return sum(layer["linear"] for layer in self._layers), sum(layer["others"] for layer in self._layers)
+
+    def outliers(self) -> dict[str, KeptColumns]:
+        """What each linear layer keeps in 16 bits."""
+        return {
+            f"model.layers.{i}.{name}": KeptColumns(tuple(kept["columns"]), kept["removed"], kept["nbytes"])
+            for i, layer in enumerate(self._layers)
+            for name, kept in layer["outliers"].items()
+        }
 
     def mean_errors(self) -> dict[str, float]:
         """The mean over the layers, by kind of linear layer."""

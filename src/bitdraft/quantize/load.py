@@ -11,7 +11,7 @@ from ..models import hub
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
 from ..models.decoder import Decoder, PreparedModel, prepare_model
-from ..models.kv_scales import find_scales
+from ..models.kv_scales import KVScales, find_scales, folder_scales
 from ..models.quantized_folder import QuantizedCheckpoint
 from ..models.tokenizer import Tokenizer, check_pair
 from ..ops.machine import torch_on_all_cores
@@ -96,8 +96,9 @@ def load_model(
             Ids that the target's tokenizer does not know are never emitted.
         context_length: a smaller limit than the model's own.
         calibration: token ids of texts, for recipes that need them.
-        kv: format of keys and values, see `formats.kv`; None for bf16, or f32 beside float32 activations. One with
-            scales finds them from `calibration`.
+        kv: format of keys and values, see `formats.kv`; None for f32 beside float32 activations, fp8 for a folder
+            that has scales for it, and bf16 otherwise. fp8 takes its scales from the folder, or finds them from
+            `calibration`; `CachedModel.kv_scales_from` says which.
         prefix_cache: keep what requests computed for others that begin alike.
         progress: called while weights are quantised.
 
@@ -105,12 +106,14 @@ def load_model(
         PairError: the vocabularies of draft and target differ in meaning.
         UsageError: an unknown `kv`, or one that needs `calibration` without that.
     """
+    scales = folder_scales(source.checkpoint) if kv in (None, "fp8") else None
     # Only the oracle format keeps more of keys and values than bfloat16 does.
-    kv_format = get_kv_format(kv or ("f32" if recipe.format.activation == "f32" else "bf16"))
+    kv_format = get_kv_format(kv or ("f32" if recipe.format.activation == "f32" else "fp8" if scales else "bf16"))
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
     longest = min(context_length or kv_tokens, kv_tokens, source.checkpoint.config.context_length)
     decoder = Decoder(_prepared(source, recipe, rng, calibration, progress), longest)
-    text = [token for ids in calibration or () for token in ids]
+    if kv_format.needs_scales and scales is None:
+        scales = KVScales(find_scales(decoder, [token for ids in calibration or () for token in ids]), "text")
     return CachedModel(
         decoder,
         kv_tokens=kv_tokens,
@@ -118,8 +121,9 @@ def load_model(
         usable=shared,
         context_length=context_length,
         kv=kv_format,
-        kv_scales=find_scales(decoder, text) if kv_format.needs_scales else None,
         prefix_cache=prefix_cache,
+        kv_scales=scales.layers if scales and kv_format.needs_scales else None,
+        kv_scales_from=scales.origin if scales else None,
     )
 
 

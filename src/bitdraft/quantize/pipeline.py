@@ -5,7 +5,7 @@ Of the model, one layer is in memory as float32; whoever takes the finished laye
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from ..ops.packed import Packed
 from .calibrate import TOKENS, Calibration, LayerInputs, count_tokens, values_of, windows
 from .fold import READERS
 from .layer import product_sizes, round_layer
+from .outliers import KeptColumns
 from .rounding import clipped, nearest
 
 Progress = Callable[[int, int | None, str], None]
@@ -40,12 +41,14 @@ class FinishedLayer:
         packed, tensors: as in `Weights`, of this layer.
         errors: by linear layer within the layer, sqrt of the sum of squared errors over the sum of squares: of the
             outputs on the calibration set, or of the weights where the method reads none.
+        outliers: by linear layer within the layer, what it keeps in 16 bits; empty where the recipe keeps nothing.
     """
 
     number: int
     packed: Mapping[str, Packed]
     tensors: Mapping[str, Tensor]
     errors: Mapping[str, float]
+    outliers: Mapping[str, KeptColumns] = field(default_factory=dict)
 
 
 def check_layers(source: Checkpoint, recipe: Recipe) -> None:
@@ -75,6 +78,8 @@ def check_layers(source: Checkpoint, recipe: Recipe) -> None:
         alike.setdefault((name.split(".", 3)[-1], shape, recipe.format_of(name)), []).append(name)
     problems = []
     for (_, shape, form), names in alike.items():
+        if recipe.outliers >= shape[1] and names[0] != "lm_head":
+            problems.append(f"{names[0]} has {shape[1]} inputs, and {recipe.name} keeps {recipe.outliers} in 16 bits.")
         label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} layers)"
         try:
             form.check(label, shape)
@@ -233,7 +238,7 @@ def _calibrated(
     stats = LayerInputs(layer, product_sizes(forms, recipe, inputs), torch.from_numpy(chosen))
     rows.observe(layer, Weights(config, exact, vectors), stats)
     del exact
-    packed, errors = round_layer(
+    packed, errors, outliers = round_layer(
         tensors, forms, recipe, stats, config, lambda reader: source.packed(f"{prefix}{reader}.weight")
     )
     return FinishedLayer(
@@ -241,6 +246,7 @@ def _calibrated(
         {prefix + reader: packed[reader] for reader in LINEAR},
         {name: tensors[name.removeprefix(prefix)] for name in vectors},
         errors,
+        outliers,
     )
 
 

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..ops.panels import PanelKind, Panels, PanelWeight
 _EDGE = 1 << 20
 """Bytes at either end of a model's file that its identity is made from, with its size and time of change."""
 
+_DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}
 _WEIGHTS = ("qkv", "o", "gate_up", "down")
 _VECTORS = ("input_norm", "mlp_norm", "qkv_bias", "q_norm", "k_norm", "o_norm", "down_norm")
 
@@ -144,6 +145,9 @@ def _tensors(model: PreparedModel) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{i}.panels", part.panels
             if part.channel is not None:
                 yield f"{name}.{i}.channel", part.channel
+            if part.columns is not None and part.side is not None:
+                yield f"{name}.{i}.columns", part.columns
+                yield f"{name}.{i}.side", part.side.panels
     for i, layer in enumerate(model.layers):
         for name in _VECTORS:
             if (vector := getattr(layer, name)) is not None:
@@ -157,7 +161,7 @@ def _write(path: Path, tensors: dict[str, Tensor], about: str) -> None:
     at = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        dtype = "U8" if tensor.dtype == torch.uint8 else "F32"
+        dtype = _DTYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, at + size]}
         at += size
     text = json.dumps(header).encode()
@@ -193,7 +197,12 @@ def _restored(about: dict[str, Any], tensors: dict[str, Tensor], kernels: Native
         channel = tensors.get(f"{name}.channel")
         placed = kernels.place(kind, None if channel is None else channel.clone())
         placed.panels.copy_(tensors[f"{name}.panels"])
-        return placed
+        columns = tensors.get(f"{name}.columns")
+        if columns is None:
+            return placed
+        side = kernels.place(PanelKind("bf16", "none", 0, "bf16", (kind.shape[0], len(columns))), None)
+        side.panels.copy_(tensors[f"{name}.side"])
+        return replace(placed, columns=columns.clone(), side=side)
 
     def weight(name: str) -> PanelWeight:
         entry = about["weights"][name]
