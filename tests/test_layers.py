@@ -157,10 +157,8 @@ def packages(requirements: list[str]) -> set[str]:
 def test_only_declared_packages_are_imported():
     """Those of an extra only inside functions, or where types are checked: without the extra the module still loads."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = packages(project["dependencies"])
-    extras = packages(
-        [name for key, names in project["optional-dependencies"].items() if key != "dev" for name in names]
-    )
+    declared, optional = packages(project["dependencies"]), project["optional-dependencies"]
+    extras = packages([name for extra in optional if extra != "dev" for name in optional[extra]])
     foreign = {module: foreign_imports(*read(module)) - declared for module in MODULES}
     assert {module: names for module, names in foreign.items() if names - extras} == {}
     for module in (module for module, names in foreign.items() if names):

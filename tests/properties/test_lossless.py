@@ -229,7 +229,8 @@ def test_two_requests_of_a_batch_are_independent() -> None:
 @pytest.mark.parametrize("filter_name", [name for name in FILTERS if "end" not in name])
 @pytest.mark.parametrize("rule", RULES)
 def test_an_equal_draft_is_always_accepted(filter_name: str, rule: Rule) -> None:
-    setting = replace(FILTERS[filter_name], params=replace(FILTERS[filter_name].params, min_tokens=0))
+    found = FILTERS[filter_name]
+    setting = Filter(replace(found.params, min_tokens=0), moves=found.moves)
     checks.equal_draft_is_accepted(make_game(rule, "equal", setting, Fixed(2)))
 
 

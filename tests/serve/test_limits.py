@@ -218,7 +218,7 @@ def bodies(model: type[CompletionRequest] | type[ChatRequest], required: dict[st
         st.tuples(st.sampled_from(["/tokenize", "/detokenize"]), values),
     )
 )
-@settings(max_examples=80, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 def test_no_body_is_an_error_of_the_server(short: Running, case: tuple[str, Any]) -> None:
     answer = httpx.post(short.url + case[0], json=case[1], timeout=60)
     assert answer.status_code < 500, answer.text
@@ -230,7 +230,7 @@ SCHEMA = schemathesis.openapi.from_dict(description())
 
 
 @SCHEMA.parametrize()
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 def test_the_description_tells_the_truth(case: schemathesis.Case, short: Running) -> None:
     """What the description forbids is refused; whatever is answered is answered as it says.
 

@@ -22,6 +22,9 @@ def test_plan_holds_the_advice_and_survives_the_disk(tmp_path: Path) -> None:
     plan = build_plan(summary(Spec(drafts={"w8a8": DRAFTS["w8a8"]})))
     assert plan.draft_format == "w8a8"
     assert set(plan.k) == {"code", "chat"}
+    assert plan.acceptance is not None
+    assert all(len(hazards) >= plan.k[workload] for workload, hazards in plan.acceptance.items())
+    assert all(0 < chance <= 1 for hazards in plan.acceptance.values() for chance in hazards)
     assert plan.machine == "AMD EPYC 9R14, 2 cores, 24 GiB"
     plan.save(tmp_path / "plan.json")
     read = Plan.load(tmp_path / "plan.json")

@@ -15,92 +15,107 @@ if TYPE_CHECKING:
     from ..serve.start import ServeConfig
 
 
+Draft = Annotated[str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")]
+DraftFormat = Annotated[str, typer.Option(help="Format of the draft, likewise.")]
+DraftKV = Annotated[str | None, typer.Option(help="Format of the draft's keys and values; none: as --kv.")]
+PlanFile = Annotated[
+    Path | None,
+    typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv, and acceptance for --k auto."),
+]
+K = Annotated[
+    str, typer.Option("--k", help="Tokens drafted a step, at most; auto follows what is measured while serving.")
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
+MaxBatch = Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at once, at most.")]
+MaxModelLen = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of prompt and output; none: as model and memory allow.")
+]
+KVMemory = Annotated[
+    str | None, typer.Option(help="Memory for keys and values of both models, such as 2GB; none: from what is free.")
+]
+MaxQueue = Annotated[int, typer.Option(min=0, help="Requests that may wait; more get status 429.")]
+MaxBody = Annotated[str, typer.Option(help="Longest body of a request.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")]
+Drain = Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish at SIGTERM.")]
+Names = Annotated[list[str] | None, typer.Option(help="A name that clients may use for the model; may be repeated.")]
+GenerationConfig = Annotated[
+    str, typer.Option(help="Sampling defaults: auto reads the model's generation_config.json, none does not.")
+]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="BITDRAFT_API_KEY", help="What clients have to show; none asks for nothing.")
+]
+Origins = Annotated[list[str] | None, typer.Option(help="Web origin whose pages may call the server; may be repeated.")]
+Lenient = Annotated[bool, typer.Option("--lenient", help="Ignore unknown fields instead of refusing them.")]
+NoPrefixCache = Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its first token.")]
+NoVLLMMetrics = Annotated[
+    bool, typer.Option("--no-vllm-metrics", help="Show speculation's counters under our own names only.")
+]
+
+
 @app.command(epilog="Example: bitdraft serve --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b --port 8000")
 def serve(
     target: Target,
-    draft: Annotated[
-        str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")
-    ] = None,
+    draft: Draft = None,
     target_format: TargetFormat = "auto",
-    draft_format: Annotated[str, typer.Option(help="Format of the draft, likewise.")] = "auto",
+    draft_format: DraftFormat = "auto",
     kv: KV = None,
-    draft_kv: Annotated[str | None, typer.Option(help="Format of the draft's keys and values; none: as --kv.")] = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="plan.json of `bitdraft measure`: gives draft, formats, --kv and --k.")
-    ] = None,
-    k: Annotated[
-        str, typer.Option("--k", help="Tokens drafted a step, at most; auto follows what is measured while serving.")
-    ] = "auto",
+    draft_kv: DraftKV = None,
+    plan: PlanFile = None,
+    k: K = "auto",
     confidence: MinConfidence = 0.0,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    max_batch: Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at once, at most.")] = 16,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of prompt and output; none: as model and memory allow.")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(help="Memory for keys and values of both models, such as 2GB; none: from what is free."),
-    ] = None,
-    max_queue: Annotated[int, typer.Option(min=0, help="Requests that may wait; more get status 429.")] = 256,
-    max_body: Annotated[str, typer.Option(help="Longest body of a request.")] = "8MB",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that a request may take.")] = 600,
-    drain: Annotated[float, typer.Option(min=0, help="Seconds that requests get to finish at SIGTERM.")] = 30,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="A name that clients may use for the model; may be repeated.")
-    ] = None,
-    generation_config: Annotated[
-        str, typer.Option(help="Sampling defaults: auto reads the model's generation_config.json, none does not.")
-    ] = "auto",
-    api_key: Annotated[
-        str | None, typer.Option(envvar="BITDRAFT_API_KEY", help="What clients have to show; none asks for nothing.")
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="Web origin whose pages may call the server; may be repeated.")
-    ] = None,
-    lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown fields instead of refusing them.")] = False,
-    no_prefix_cache: Annotated[
-        bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its first token.")
-    ] = False,
-    no_vllm_metrics: Annotated[
-        bool, typer.Option("--no-vllm-metrics", help="Show speculation's counters under our own names only.")
-    ] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    max_batch: MaxBatch = 16,
+    max_model_len: MaxModelLen = None,
+    kv_memory: KVMemory = None,
+    max_queue: MaxQueue = 256,
+    max_body: MaxBody = "8MB",
+    timeout: Timeout = 600,
+    drain: Drain = 30,
+    served_model_name: Names = None,
+    generation_config: GenerationConfig = "auto",
+    api_key: ApiKey = None,
+    cors_origin: Origins = None,
+    lenient: Lenient = False,
+    no_prefix_cache: NoPrefixCache = False,
+    no_vllm_metrics: NoVLLMMetrics = False,
     no_cache: NoCache = False,
 ) -> None:
     """Serve a model to OpenAI's clients, with or without a draft: the answers are the same."""
     from ..serve.memory import parse_size
     from ..serve.start import ServeConfig
 
-    if generation_config not in ("auto", "none"):
-        raise UsageError(f"--generation-config is {generation_config!r}. Expected auto or none.")
-    if api_key == "":
-        raise UsageError("an empty --api-key. Expected a key, or no such option.")
     config = ServeConfig(
-        target=target,
-        draft=draft,
-        target_format=target_format,
-        draft_format=draft_format,
-        kv=kv,
-        draft_kv=draft_kv or kv,
-        draft_length=_draft_length(k),
-        confidence=confidence,
-        max_batch=max_batch,
-        max_model_len=max_model_len,
+        target, draft, target_format, draft_format, kv, draft_kv or kv, _draft_length(k), confidence, max_batch,
+        max_model_len,
         kv_memory=parse_size(kv_memory) if kv_memory else None,
         prefix_cache=not no_prefix_cache,
-        generation_config=generation_config == "auto",
+        generation_config=_reads_config(generation_config),
         names=tuple(served_model_name or ()),
         lenient=lenient,
-        api_key=api_key,
+        api_key=_key(api_key),
         origins=tuple(cors_origin or ()),
         max_queue=max_queue,
         max_body=parse_size(max_body),
         timeout=timeout,
         drain=drain,
         vllm_metrics=not no_vllm_metrics,
-    )
+    )  # fmt: skip
     with interruptible("Nothing was served yet."):
         _run(_planned(config, plan), host, port, not no_cache)
+
+
+def _reads_config(text: str) -> bool:
+    if text not in ("auto", "none"):
+        raise UsageError(f"--generation-config is {text!r}. Expected auto or none.")
+    return text == "auto"
+
+
+def _key(text: str | None) -> str | None:
+    if text == "":
+        raise UsageError("an empty --api-key. Expected a key, or no such option.")
+    return text
 
 
 def _run(config: "ServeConfig", host: str, port: int, use_cache: bool) -> None:
@@ -148,5 +163,9 @@ def _planned(config: "ServeConfig", path: Path | None) -> "ServeConfig":
     planned = replace(config, target_format=plan.target_format, kv=plan.kv, draft_kv=plan.kv)
     if plan.draft_format is None or plan.default_k == 0:
         return replace(planned, draft=None)
-    length = plan.default_k if config.draft_length is None else config.draft_length
-    return replace(planned, draft=plan.draft, draft_format=plan.draft_format, draft_length=length)
+    length = config.draft_length
+    if length is None and not plan.acceptance:
+        length = plan.default_k
+    return replace(
+        planned, draft=plan.draft, draft_format=plan.draft_format, draft_length=length, acceptance=plan.acceptance
+    )

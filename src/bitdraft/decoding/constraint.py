@@ -14,7 +14,13 @@ class Constraint(Protocol):
 
     @property
     def allowed_V(self) -> Tensor | None:
-        """Which tokens may come next, [V] bool; None allows all. Ending ids are allowed where the text may end."""
+        """Which tokens may come next, [V] bool; None allows all, and no token at all ends the output as it is.
+
+        Ending ids are allowed where the text may end.
+
+        Raises:
+            UsageError: the grammar cannot go on from here.
+        """
         ...
 
     def after(self, token: int) -> "Constraint":

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..decoding.protocols import DraftRow, LanguageModel, LookaheadPolicy, Purpose
 from ..decoding.sampling import History, distribution, greedy_tokens
-from ..errors import NothingLeftError, NumericsError
+from ..errors import NothingLeftError, NumericsError, UsageError
 from ..types import Feed, Proposal
 from .point_mass import point_masses
 
@@ -121,30 +121,34 @@ class ModelDrafter:
         return logits
 
     def _draw(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
+        """Draw one token. Where none can be drawn, the block ends.
+
+        The only tokens that may come may be none of the draft's own; the request may be wrong, which the target finds
+        out for this request alone; or the draft's logits are not numbers, and the target can still serve the request.
+        """
+        try:
+            self._extend(block, logits_V, point_mass)
+        except (NumericsError, UsageError) as error:
+            if isinstance(error, NumericsError) and not isinstance(error, NothingLeftError):
+                warnings.warn(f"nothing is drafted where the draft is broken: {error}", RuntimeWarning, stacklevel=2)
+            block.open = False
+
+    def _extend(self, block: _Block, logits_V: Tensor, point_mass: bool) -> None:
         row, start = block.row, block.row.start
         ending_ids = row.sampling.ending_ids(self._eos_ids)
         chosen = top = 1.0
-        try:
-            if point_mass:
-                token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
-            else:
-                probs = distribution(logits_V, row.sampling, block.history, ending_ids)
-        except NumericsError as error:
-            # The only tokens that may come are none of the draft's own vocabulary; or its logits are not numbers,
-            # which is no reason to end a request that the target can serve.
-            if not isinstance(error, NothingLeftError):
-                warnings.warn(f"nothing is drafted where the draft is broken: {error}", RuntimeWarning, stacklevel=2)
-            block.open = False
-            return
-        if not point_mass:
+        if point_mass:
+            token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
+        else:
+            probs = distribution(logits_V, row.sampling, block.history, ending_ids)
             token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
             block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)
         stop = self._policy.stop_after(len(block.tokens), chosen, top)
-        ended = token in ending_ids or block.history.ended
-        block.open = not (stop or ended or len(block.tokens) == block.budget)
+        full = len(block.tokens) == block.budget
+        block.open = not (stop or full or token in ending_ids or block.history.ended)
 
 
 def _pack(blocks: Sequence[_Block], vocab_size: int) -> Proposal:

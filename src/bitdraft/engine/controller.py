@@ -96,7 +96,7 @@ class FixedLengths:
 _CERTAIN = 0.95  # a draft's acceptance when it goes as well as can be hoped for
 _MARGIN = 1.01  # a smaller gain than this is not worth the risk that the estimates are wrong
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512  # steps of a request without drafts before it is tried again
-_FIRST_PLAIN, _RARELY_PLAIN = 16, 512  # steps with drafts before one without, to know what that costs
+_FIRST_PLAIN, _RARELY_PLAIN = 8, 512  # steps with drafts before one without, to know what that costs
 _PROBE_LENGTH = 2
 _FAR_BEHIND = 16  # unread tokens from which on the draft's reading has to pay by itself
 _SAVED_STEPS = 20  # plain steps' time that may be saved up for probes

@@ -232,9 +232,9 @@ class Engine:
                 sequence.finish = "length"
                 emissions.append(_emission(sequence, len(sequence.tokens), "", ()))
             self._settle(sequence)
-        for sequence, error in judged.failed:
+        for sequence, reason in judged.failed:
             text = sequence.visible
-            sequence.finish, sequence.error = "error", error
+            sequence.finish, sequence.error = "error", reason
             emissions.append(_emission(sequence, len(sequence.tokens), text, ()))
             self._settle(sequence)
         return emissions

@@ -98,24 +98,6 @@ class Scheduler:
             pass
         return self._divide()
 
-    def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:
-        """How many tokens to draft for each sequence that decides in this step."""
-        budgets = [self.budget(s) for s in deciding]
-        if self._lengths is None or not deciding:
-            return budgets
-        asked = [
-            Asked(
-                request=s.request.number,
-                domain=s.request.domain,
-                context=len(s.tokens),
-                limit=budget,
-                left=s.request.sampling.max_tokens - len(s.origins),
-                unread=len(s.pending),
-            )
-            for s, budget in zip(deciding, budgets, strict=True)
-        ]
-        return self._lengths.lengths(asked)
-
     def budget(self, sequence: Sequence) -> int:
         """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted.
 
@@ -196,5 +178,23 @@ class Scheduler:
             else:
                 filling.append((s, count))
         lengths = self._draft_lengths(deciding)
-        rows_of = tuple(s.draft_row(length) for s, length in zip(deciding, lengths, strict=True))
-        return Batch(tuple(filling), tuple(deciding), rows_of)
+        rows_to_draft = tuple(s.draft_row(length) for s, length in zip(deciding, lengths, strict=True))
+        return Batch(tuple(filling), tuple(deciding), rows_to_draft)
+
+    def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:
+        """How many tokens to draft for each sequence that decides in this step."""
+        budgets = [self.budget(s) for s in deciding]
+        if self._lengths is None or not deciding:
+            return budgets
+        asked = [
+            Asked(
+                request=s.request.number,
+                domain=s.request.domain,
+                context=len(s.tokens),
+                limit=budget,
+                left=s.request.sampling.max_tokens - len(s.origins),
+                unread=len(s.pending),
+            )
+            for s, budget in zip(deciding, budgets, strict=True)
+        ]
+        return self._lengths.lengths(asked)

@@ -4,8 +4,9 @@ A curve knows steps in which every sequence has the same number of rows. A ragge
 with as many rows altogether: weights are read once and arithmetic goes by rows, whoever's they are, and what a
 sequence's keys and values cost does not depend on its rows. Contexts are averaged for the same reason.
 
-Curves are measured on an idle machine, once. So what steps really take is compared with them, in three ratios for each
-size of batch (1, 2-3, 4-7, ...): plain steps, the target's part of speculative ones, and drafting.
+Curves are measured on an idle machine, once. So what steps really take is compared with them, in ratios for each size
+of batch (1, 2-3, 4-7, ...): of plain steps, of drafting, and of the target's part of speculative steps. The last one is
+kept for each class of lengths as well (1, 2-3, 4-7, ...): a curve may be wrong about what rows cost.
 
 Letters: S sequences, K drafted tokens of one of them.
 """
@@ -55,10 +56,10 @@ class Tables:
 
 
 class _Ratio:
-    """Observed over expected, a running mean of logarithms."""
+    """Observed over expected, a running mean of logarithms that begins with a belief worth one observation."""
 
-    def __init__(self) -> None:
-        self.log, self.count = 0.0, 0
+    def __init__(self, believed: float) -> None:
+        self.log, self.count = math.log(believed), 1
 
     def add(self, observed: float, expected: float) -> None:
         if observed <= 0 or expected <= 0:
@@ -79,7 +80,7 @@ class StepTimes:
             draft: of the draft model; None for drafts that are looked up and not computed, whose time is observed.
         """
         self._target, self._draft = target, draft
-        self._ratios: dict[tuple[Part, int], _Ratio] = {}
+        self._ratios: dict[tuple[Part, int, int], _Ratio] = {}
         self._raw: dict[tuple[int, int, int], Tables] = {}
         self._look_up = 0.0  # seconds a sequence, where there is no draft model
         rows = max((step.rows for step in draft.steps), default=1) if draft else 1
@@ -88,11 +89,14 @@ class StepTimes:
     def at(self, batch: int, context: int, k: int) -> Tables:
         """The times of steps of `batch` sequences, up to k drafted tokens each, with `context` tokens in each cache."""
         raw = self._curves(batch, context, k)
-        plain, verify, draft = (self._ratio(part, batch) for part in ("plain", "verify", "draft"))
-        seconds = [raw.plain * plain, *(s * verify for s in raw.verify[1:])]
+        size = batch.bit_length()
+        verify = [self._ratio("verify", size, depth) for depth in range(k.bit_length() + 1)]
+        draft = self._ratio("draft", size)
+        plain = raw.plain * self._ratio("plain", size)
+        seconds = [plain, *(s * verify[_depth(t, batch)] for t, s in enumerate(raw.verify[1:], start=1))]
         later = [s * draft for s in raw.later]
         first = later if self._draft else [sequences * self._look_up for sequences in range(batch + 1)]
-        return Tables(seconds[0], seconds, first, later, self._catch_up)
+        return Tables(plain, seconds, first, later, self._catch_up)
 
     def observe_plain(self, batch: int, context: int, seconds: float) -> None:
         """A whole step in which nothing was drafted took so long."""
@@ -112,29 +116,35 @@ class StepTimes:
         batch = len(lengths)
         raw = self._curves(batch, context, max(lengths))
         if rest is not None:
-            self._add("verify", batch, rest, raw.verify[sum(lengths)])
+            self._add("verify", batch, rest, raw.verify[sum(lengths)], sum(lengths))
         if drafting is None:
             return
         if self._draft is None:
             each = drafting / sum(k > 0 for k in lengths)
             self._look_up += (each - self._look_up) / (8 if self._look_up else 1)
         elif unread:
-            expected = raw.drafting(lengths) * self._ratio("draft", batch)
+            expected = raw.drafting(lengths) * self._ratio("draft", batch.bit_length())
             self._catch_up += (max(drafting - expected, 0.0) / unread - self._catch_up) / 4
         else:
             self._add("draft", batch, drafting, raw.drafting(lengths))
 
-    def _add(self, part: Part, batch: int, observed: float, expected: float) -> None:
-        self._ratios.setdefault((part, batch.bit_length()), _Ratio()).add(observed, expected)
+    def _add(self, part: Part, batch: int, observed: float, expected: float, drafted: int = 0) -> None:
+        key = part, batch.bit_length(), _depth(drafted, batch)
+        if key not in self._ratios:
+            self._ratios[key] = _Ratio(self._ratio(*key))
+        self._ratios[key].add(observed, expected)
 
-    def _ratio(self, part: Part, batch: int) -> float:
-        """The ratio of this size of batch; else of the nearest one; else, of the target's two, the other's."""
-        size = batch.bit_length()
+    def _ratio(self, part: Part, size: int, depth: int = 0) -> float:
+        """The ratio of this size of batch and length; else the nearest one; else, of the target's two, the other's."""
+        exact = self._ratios.get((part, size, depth))
+        if exact:
+            return math.exp(exact.log)
         others: tuple[Part, ...] = ("draft",) if part == "draft" else (part, "plain", "verify")
         for kind in others:
-            sizes = [s for known, s in self._ratios if known == kind]
-            if sizes:
-                return math.exp(self._ratios[kind, min(sizes, key=lambda s: abs(s - size))].log)
+            keys = [key for key in self._ratios if key[0] == kind]
+            if keys:
+                nearest = min(keys, key=lambda key: (abs(key[1] - size), abs(key[2] - depth)))
+                return math.exp(self._ratios[nearest].log)
         return 1.0
 
     def _curves(self, batch: int, context: int, k: int) -> Tables:
@@ -150,3 +160,8 @@ class StepTimes:
             draft = [self._draft.seconds(1, context, s) if self._draft and s else 0.0 for s in range(batch + 1)]
             self._raw[key] = Tables(even[0], verify, draft, draft, 0.0)
         return self._raw[key]
+
+
+def _depth(drafted: int, batch: int) -> int:
+    """Classes of drafted tokens a sequence: 0, 1, 2-3, 4-7, ..."""
+    return (-(-drafted // batch)).bit_length()

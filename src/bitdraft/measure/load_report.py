@@ -90,6 +90,7 @@ def _facts(line: Line) -> tuple[str, str, str]:
 
 def render_load(summary: LoadSummary, console: Console) -> None:
     """Print a table for each load, and below it what to distrust and how figures are defined."""
+    console.print(f"\n[bold]{headline(summary)}[/] {_lead(summary)}", highlight=False)
     for name, group in _groups(summary.lines):
         console.print(f"\n[bold]{name}[/]", highlight=False)
         table = Table(box=None, header_style="dim", pad_edge=False)
@@ -122,27 +123,41 @@ def _figure(interval: Interval | None, write: Callable[[float], str], between: s
 
 
 def headline(summary: LoadSummary) -> str:
-    """The most telling sentence: the best and the worst of drafts against none, or the fastest server."""
-    compared = [each for each in summary.lines if each.speedup and np.isfinite(each.speedup.value)]
-    if not compared:
-        best = max(summary.lines, key=lambda each: each.throughput.value, default=None)
-        if best is None:
-            return "Nothing was measured yet."
-        return f"{_rate(best.throughput.value)} output tokens/s at most, at {best.load} with {best.lengths} tokens."
-    ranked = sorted(compared, key=lambda each: each.speedup.value if each.speedup else 0.0)
-    said = []
-    for each in (ranked[-1], ranked[0])[: len(ranked)]:
-        assert each.speedup
-        said.append(
-            f"{each.server} {each.arm} has {with_span(each.speedup, times)} the throughput of {each.against} at "
-            f"{each.load} with {each.lengths} tokens"
-        )
-    return "; ".join(said) + "."
+    """The most telling sentence: the best of drafts against none, or of a server against another."""
+    compared = _compared(summary)
+    if compared:
+        return _said(compared[-1])
+    best = max(summary.lines, key=lambda each: each.throughput.value, default=None)
+    if best is None:
+        return "Nothing was measured yet."
+    return f"{_rate(best.throughput.value)} output tokens/s at most, at {best.load} with {best.lengths} tokens."
+
+
+def _lead(summary: LoadSummary) -> str:
+    """The other end of it, if there is one."""
+    compared = _compared(summary)
+    return f"At the other end: {_said(compared[0])}" if len(compared) > 1 else ""
+
+
+def _compared(summary: LoadSummary) -> list[Line]:
+    """Lines that have something to be held against, the slowest by that first."""
+    found = [each for each in summary.lines if each.speedup and np.isfinite(each.speedup.value)]
+    return sorted(found, key=lambda each: each.speedup.value if each.speedup else 0.0)
+
+
+def _said(each: Line) -> str:
+    assert each.speedup
+    same = each.against.startswith(f"{each.server} ")
+    ours, theirs = (each.arm, each.against[len(each.server) + 1 :]) if same else (each.server, each.against)
+    return (
+        f"{ours.capitalize() if same else ours} has {with_span(each.speedup, times)} the throughput of {theirs} at "
+        f"{each.load}, {each.lengths} tokens."
+    )
 
 
 def render_load_markdown(summary: LoadSummary) -> str:
     """The whole report for an issue or a log."""
-    parts = [f"# {_safe(headline(summary))}"]
+    parts = [f"# {_safe(headline(summary))}", *([_safe(_lead(summary))] if _lead(summary) else [])]
     for name, group in _groups(summary.lines):
         head = ["", *(heading for heading, _, _ in COLUMNS), "tokens a chunk", "accepted / drafted", "failed"]
         rows = [
@@ -173,7 +188,7 @@ def render_load_html(summary: LoadSummary) -> str:
     servers = ", ".join(f"{server.name} ({server.url})" for server in summary.config.servers)
     body = [
         f'<header>\n<p class="eyebrow">bitdraft bench serve <span>{escape(servers)}</span></p>\n'
-        f"<h1>{escape(headline(summary))}</h1>\n</header>"
+        f'<h1>{escape(headline(summary))}</h1>\n<p class="lead">{escape(_lead(summary))}</p>\n</header>'
     ]
     if summary.warnings:
         items = "".join(f"<li>{escape(sentence)}</li>" for sentence in summary.warnings)

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +34,8 @@ class Plan:
         sampling: the sampling values that it was measured with.
         trace_sha256: names the evidence, see `Trace.digest`.
         kv: format of keys and values of both models; None is bf16, or f32 beside the format f32.
+        acceptance: of the draft format by workload, at positions 1, 2, .. of a block if it gets there; what the running
+            estimates of `engine.controller` begin with.
     """
 
     version: int
@@ -48,6 +52,7 @@ class Plan:
     sampling: Sampling
     trace_sha256: str
     kv: str | None = None
+    acceptance: Mapping[str, tuple[float, ...]] | None = None
 
     def __post_init__(self) -> None:
         lengths = (self.default_k, *self.k.values())
@@ -115,4 +120,15 @@ def make_plan(figures: Figures, recommendation: Recommendation) -> Plan:
         sampling=run.sampling,
         trace_sha256=figures.digest,
         kv=run.kv,
+        acceptance=_acceptance(figures, recommendation.draft_format),
     )
+
+
+def _acceptance(figures: Figures, name: str | None) -> dict[str, tuple[float, ...]] | None:
+    if name is None:
+        return None
+    found = {}
+    for workload in figures.workloads:
+        hazards = (round(hazard.value, 4) for hazard in figures.cells[name, workload].hazards)
+        found[workload] = tuple(takewhile(isfinite, hazards))
+    return found

@@ -288,8 +288,9 @@ def create_app(service: Service) -> Starlette:
         Route("/openapi.json", fixed(description)),
         Route("/health", health),
         Route("/metrics", metrics),
-        *page_routes(),
     ]
+    keyed = {route.path for route in routes} - {"/health"}
+    routes += page_routes()
     middleware = [Middleware(Attended, clock=service.clock)]
     if service.settings.origins:
         middleware.append(
@@ -301,7 +302,7 @@ def create_app(service: Service) -> Starlette:
             )
         )
     if service.settings.api_key:
-        middleware.append(Middleware(Keyed, key=service.settings.api_key))
+        middleware.append(Middleware(Keyed, key=service.settings.api_key, paths=keyed))
     return Starlette(routes=routes, middleware=middleware, exception_handlers=_HANDLERS, lifespan=lifespan)
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,8 +18,6 @@ from .respond import ClientGone
 
 NOTES = "bitdraft.notes"
 """Where in an ASGI scope endpoints put what the log is to say of their request."""
-OPEN_PATHS = {"/", "/health"}
-"""Paths that need no key; what the page consists of, below `/web/`, needs none either."""
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[\w.:\-]{1,128}")
@@ -92,16 +90,16 @@ class Attended:
 
 
 class Keyed:
-    """Refuses requests that do not show the key. An ASGI middleware."""
+    """Refuses requests for some paths that do not show the key. An ASGI middleware."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        """Wrap `app`; clients have to send `Authorization: Bearer KEY`."""
-        self._app, self._expected = app, f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, key: str, paths: Collection[str]) -> None:
+        """Wrap `app`; for these paths clients have to send `Authorization: Bearer KEY`."""
+        self._app, self._expected, self._paths = app, f"Bearer {key}".encode(), frozenset(paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or answer with status 401."""
         shown = dict(scope.get("headers", ())).get(b"authorization", b"")
-        free = scope["type"] != "http" or scope["path"] in OPEN_PATHS or scope["path"].startswith("/web/")
+        free = scope["type"] != "http" or scope["path"] not in self._paths
         if free or hmac.compare_digest(shown, self._expected):
             await self._app(scope, receive, send)
             return

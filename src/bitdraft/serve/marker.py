@@ -36,7 +36,7 @@ class Later:
         text = self.tail + self.marker.token_bytes(token)
         if self.marker.text in text:
             return self.then
-        return replace(self, tail=text[len(text) - len(self.marker.text) + 1 :])
+        return replace(self, tail=text[max(0, len(text) - len(self.marker.text) + 1) :])
 
 
 class Marker:

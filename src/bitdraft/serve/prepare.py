@@ -17,6 +17,8 @@ from .settings import Defaults
 
 RESERVED = {"messages", "add_generation_prompt", "tools", "self"}
 """Variables of a chat template that no client sets by another name."""
+COLDEST = 1e-6
+"""Below this temperature sampling is greedy: float32 could not tell the difference, but overflows."""
 
 
 @dataclass(frozen=True)
@@ -234,6 +236,7 @@ def sampling_params(body: Sampling, seed: int, max_tokens: int, model: Model, de
         UsageError: a value that cannot be.
         ApiError: ids that the vocabulary does not have.
     """
+    temperature = float(_or(body.temperature, defaults.temperature))
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     top_k = defaults.top_k if body.top_k is None else max(body.top_k, 0)
     bias = _bias(body.logit_bias or {})
@@ -242,7 +245,7 @@ def sampling_params(body: Sampling, seed: int, max_tokens: int, model: Model, de
     check_ids("allowed_token_ids", body.allowed_token_ids or (), model)
     try:
         return SamplingParams(
-            temperature=float(_or(body.temperature, defaults.temperature)),
+            temperature=0.0 if temperature < COLDEST else temperature,
             top_k=top_k,
             top_p=float(_or(body.top_p, defaults.top_p)),
             min_p=float(_or(body.min_p, defaults.min_p)),

@@ -1,6 +1,6 @@
 """From the options of `bitdraft serve` to a service that can be started."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -42,6 +42,7 @@ class ServeConfig:
         generation_config: take sampling defaults from the model's folder.
         names: that clients may use; without any, the target's.
         lenient, api_key, origins, max_queue, max_body, timeout, drain, vllm_metrics: see `Settings`.
+        acceptance: of the draft, as it was measured: what a draft length that follows what is measured begins with.
     """
 
     target: str
@@ -66,6 +67,7 @@ class ServeConfig:
     timeout: float
     drain: float
     vllm_metrics: bool
+    acceptance: Mapping[str, Sequence[float]] | None = None
 
     @property
     def longest(self) -> int:
@@ -154,8 +156,9 @@ def _lengths(config: ServeConfig, pair: Pair) -> DraftLengths | None:
     opened, folder = pair.opened, cache_folder() / "curves"
     target = _curve(pair.target, opened.target, opened.target_recipe.name, folder)
     if pair.draft is None or opened.draft is None or opened.draft_recipe is None:
-        return MeasuredLengths(target, None)
-    return MeasuredLengths(target, _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder))
+        return MeasuredLengths(target, None, config.acceptance)
+    draft = _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder)
+    return MeasuredLengths(target, draft, config.acceptance)
 
 
 def _curve(model: CachedModel, source: Source, recipe: str, folder: Path) -> StepCurve:

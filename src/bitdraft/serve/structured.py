@@ -48,7 +48,7 @@ class Grammars:
     """Compiles grammars for one vocabulary, from any thread. Every constraint it hands out is for one output."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """Read the vocabulary, which takes a second or so.
+        """Read the vocabulary, which takes seconds for a large one: once for a target, and not on an event loop.
 
         Args:
             tokenizer: the target's.
@@ -149,6 +149,8 @@ class Grammars:
                 known = GrammarState(_Walker(self._vocabulary, self._new_matcher(what, grammar)), None)
                 if not bool(known.allowed_V.any()):
                     raise UsageError(f"{what} allows no text at all. Expected one that allows something.")
+                # What is far too complex shows at the second mask: now, and not while others wait for the step.
+                known.for_another_output().after(int(known.allowed_V.to(torch.uint8).argmax())).allowed_V  # noqa: B018
                 self._compiled[grammar] = known
             self._compiled.move_to_end(grammar)
             while len(self._compiled) > _KEPT:
@@ -156,8 +158,9 @@ class Grammars:
             return known.for_another_output()
 
     def _new_matcher(self, what: str, grammar: str) -> "llguidance.LLMatcher":
+        known = self._vocabulary.tokenizer
         limits = self._llguidance.LLParserLimits(initial_lexer_fuel=_LEXER_FUEL, verbose_errors=False)
-        matcher = self._llguidance.LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        matcher: llguidance.LLMatcher = self._llguidance.LLMatcher(known, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise UsageError(f"{what} cannot be used: {_reason(matcher)}. Mend it, or make it simpler.")
         return matcher
@@ -303,18 +306,30 @@ class _Vocabulary:
     eos: list[int]
 
 
+_BEFORE = "\x02"
+"""Stands before text that begins inside another, where some tokenizers would put a space; merges with nothing."""
+
+
 class _Adapter:
-    """A tokenizer as llguidance wants one."""
+    """A tokenizer as llguidance wants one.
+
+    It is asked how text is written that a grammar leaves no choice about: only the model's own way of writing it is
+    allowed there.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(token) or b"" for token in range(tokenizer.vocab_size)]
+        self._before = tokenizer.encode(_BEFORE, add_bos=False)
         self.special_token_ids = sorted(tokenizer.special_ids | set(tokenizer.eos_ids))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_bos=False)
+        """Ids of a text that stands inside another."""
+        text = text if isinstance(text, str) else text.decode()
+        ids = self._tokenizer.encode(_BEFORE + text, add_bos=False)
+        return ids[len(self._before) :] if ids[: len(self._before)] == self._before else ids
 
 
 def _nesting(text: str) -> int:

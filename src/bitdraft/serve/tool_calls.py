@@ -227,7 +227,7 @@ class ToolCallParser:
         else:
             self._say(self._held)
             self._read = self._text
-        self._held = ""
+        self._held, self._listed = "", False
 
     def _close(self, char: str) -> None:
         if not self._held and char.isspace():
@@ -245,13 +245,17 @@ class ToolCallParser:
             self._held, self._read = "", self._text
 
     def _between(self, char: str) -> None:
-        """After a call, or after the '[' that begins a list of them."""
-        separators = "," if self._listed else ",;" if self._dialect.bare else ""
+        """After a call, or after the '[' that begins a list of them and is held until the first has come."""
+        first = bool(self._held)
+        separators = "" if first else "," if self._listed else ",;" if self._dialect.bare else ""
+        if first or not (char.isspace() or char in separators):
+            self._held += char
         if char.isspace() or char in separators:
             return
-        self._held += char
         if char == "{" and (self._listed or self._dialect.bare):
             self._begin_object()
+        elif first:
+            self._give_up()
         elif char == "]" and self._listed:
             self._listed, self._held, self._read = False, "", self._text
         else:

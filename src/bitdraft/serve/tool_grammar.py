@@ -70,7 +70,8 @@ def _start(dialect: Dialect, parallel: bool, special_id: Callable[[str], int | N
         return "start: call"
     if dialect.arguments_marker:
         return f"start: call{{1,{_MOST_CALLS}}}" if parallel else "start: call"
-    return f'start: {opens} "[" call (", " call){{0,{_MOST_CALLS if parallel else 0}}} "]"'
+    more = f' (", " call){{0,{_MOST_CALLS}}}' if parallel else ""
+    return f'start: {opens} "[" call{more} "]"'
 
 
 _MOST_CALLS = 64
