@@ -101,9 +101,10 @@ class Scheduler:
     def budget(self, sequence: Sequence) -> int:
         """Tokens that may be drafted: the target adds one of its own, so the last place is never drafted.
 
-        Nothing beside rows that score a prompt: those are then the same calls with a draft and without one.
+        Nothing for the first token after a prompt that is scored: the same calls score it with and without drafts, and
+        the first block is the same however the prompt was fed.
         """
-        if not sequence.scored:
+        if sequence.request.prompt_logprobs is not None and not sequence.origins:
             return 0
         asked = sequence.request.max_draft
         longest = self._max_draft if asked is None else min(asked, self._max_draft)
