@@ -352,7 +352,7 @@ def test_the_shown_step_is_the_engine_s_own(page):
     shown = [ast.unparse(statement) for statement in ast.parse(block).body]
     step = ast.parse("class Engine:\n" + inspect.getsource(engine.Engine.step))
     assignments = sorted((node.lineno, ast.unparse(node)) for node in ast.walk(step) if isinstance(node, ast.Assign))
-    assert len(shown) == 5
+    assert len(shown) == 7
     assert [line for _, line in assignments if line in shown] == shown
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from ..decoding.protocols import Drafter, LanguageModel, Randomness
 from ..decoding.sampling import History
 from ..decoding.streams import Streams
 from ..decoding.verify import Rule, verify
 from ..errors import BitdraftError, UsageError
-from ..types import Origin, Proposal, StepRecord, TokenLogprob, Verification
+from ..types import Feed, Origin, Proposal, StepRecord, TokenLogprob, Verification
 from .controller import DraftLengths
 from .judge import Judged, describe, judge
 from .scheduler import Batch, Scheduler
@@ -187,12 +188,11 @@ class Engine:
         try:
             proposal = self._propose(batch)
             drafted = self._clock()
-            feeds = batch.feeds(proposal)
-            logits = self.target.forward(feeds) if feeds else torch.empty(0, self.target.vocab_size)
+            logits = self._forward(batch.feeds(proposal))
             verified = self._clock()
             judged = judge(batch, proposal, logits)
             verdict = verify(judged.proposal, judged.distributions, judged.batch.rows, self._rule)
-            logprobs = judged.logprobs(verdict)
+            logprobs = judged.logprobs(verdict)  # before anything is true: it may fail, too
         except BaseException:
             self._roll_back(batch)
             raise
@@ -268,6 +268,9 @@ class Engine:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:
             if sequence.request.number == request:
                 self._retire(sequence)
+
+    def _forward(self, feeds: Sequence[Feed]) -> Tensor:
+        return self.target.forward(feeds) if feeds else torch.empty(0, self.target.vocab_size)
 
     def _propose(self, batch: Batch) -> Proposal:
         if self.drafter and any(row.budget for row in batch.rows):
