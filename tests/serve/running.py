@@ -15,12 +15,12 @@ from bitdraft.serve.server import bind
 class Running:
     """A server that answers at `url` until it is closed."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, app: Any = None) -> None:
         self.service = service
         self._socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         settings = {"http": "h11", "loop": "asyncio", "ws": "none", "log_config": None, "lifespan": "on"}
-        self._server = uvicorn.Server(uvicorn.Config(create_app(service), **settings))
+        self._server = uvicorn.Server(uvicorn.Config(app or create_app(service), **settings))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         self._thread.start()
         end = time.monotonic() + 30
