@@ -1,7 +1,7 @@
 """Many mixed requests at once against one server, and what each of them is told when it is alone.
 
-A request is drawn from a seed: a body that somebody could send, and a manner of sending it. Bodies come from a list that
-is much shorter than the requests are many, so that each has to be asked alone only once.
+A request is drawn from a seed: a body that somebody could send, and a manner of sending it. Bodies come from a
+list that is much shorter than the requests are many, so that each has to be asked alone only once.
 """
 
 import json
@@ -9,9 +9,9 @@ import random
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2 as httpx
@@ -77,18 +77,24 @@ class Asked:
     status: int = 200
 
 
+Told = list[dict[str, Any]]
+"""An answer: see `told`."""
+
+
 @dataclass
 class Outcome:
     """What became of a request.
 
     Attributes:
         ended: 'answered', 'refused', 'left' or 'timed out'.
-        told: the answer, if there was one: see `told`.
+        choices: how many answers came whole.
+        unlike: what it was told and what it is told alone, if that is not the same.
     """
 
     asked: Asked
     ended: str
-    told: list[dict[str, Any]] = field(default_factory=list)
+    choices: int = 0
+    unlike: tuple[Told, Told] | None = None
 
 
 def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
@@ -98,7 +104,7 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
     for n in range(count):
         text = (SHARED if n % 3 else "") + " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
         chat = n % 2 == 0
-        body: dict[str, Any] = {"max_tokens": rng.randint(1, 40), "temperature": 0, "return_token_ids": True}
+        body: dict[str, Any] = {"max_tokens": rng.randint(1, 32), "temperature": 0, "return_token_ids": True}
         body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
         body |= _kind(n, chat, rng)
         if rng.random() < 0.4:
@@ -110,7 +116,7 @@ def bodies(count: int, seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _kind(n: int, chat: bool, rng: random.Random) -> dict[str, Any]:
-    tools = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 90}
+    tools = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 60}
     kinds: list[dict[str, Any]] = [
         {},
         {"n": rng.randint(2, 3), "temperature": 0.9, "seed": n},
@@ -119,7 +125,7 @@ def _kind(n: int, chat: bool, rng: random.Random) -> dict[str, Any]:
         {"logprobs": True, "top_logprobs": 3} if chat else {"logprobs": 3, "echo": True, "max_tokens": n % 3},
         {"stop": ["e", "l"], "min_tokens": 2},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {"70": 2}, "ignore_eos": True},
-        {"bad_words": ["e", " w"], "ignore_eos": True, "max_tokens": rng.randint(60, 120)},
+        {"bad_words": ["e", " w"], "ignore_eos": True, "max_tokens": rng.randint(50, 80)},
         {} if chat else {"prompt": [SHARED + "1", "12", SHARED], "max_tokens": 9},
     ]
     return kinds[(n // 2) % len(kinds)]
@@ -146,7 +152,7 @@ def requests(count: int, different: int, seed: int) -> list[Asked]:
     return made
 
 
-def told(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def told(choices: Sequence[Mapping[str, Any]]) -> Told:
     """What choices of a whole answer, or the chunks of a stream, say, by index; not how it was cut into chunks."""
     by_index: dict[int, dict[str, Any]] = {}
     for choice in choices:
@@ -165,7 +171,7 @@ def told(choices: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [by_index[index] for index in sorted(by_index)]
 
 
-def same(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
+def same(left: Told, right: Told) -> bool:
     """Whether two answers say the same; log-probabilities within what the order of FP32 sums changes."""
     if len(left) != len(right):
         return False
@@ -181,8 +187,9 @@ def same(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> bool:
 class Clients:
     """Sends requests to a server in every manner."""
 
-    def __init__(self, running: Running) -> None:
-        """Send to this server."""
+    def __init__(self, running: Running, known: Mapping[str, Told]) -> None:
+        """Send to this server, and hold its answers to what is known."""
+        self._known = known
         self._url = running.url
         self._port = int(running.url.rpartition(":")[2])
         self._http = httpx.Client(timeout=120, limits=httpx.Limits(max_connections=64))
@@ -205,7 +212,7 @@ class Clients:
     def _whole(self, asked: Asked) -> Outcome:
         answer = self._http.post(self._url + asked.path, json=asked.body)
         assert answer.status_code == 200, answer.text
-        return Outcome(asked, "answered", told(answer.json()["choices"]))
+        return self._answered(asked, answer.json()["choices"])
 
     def _impatient(self, asked: Asked) -> Outcome:
         assert asked.body
@@ -247,7 +254,11 @@ class Clients:
                     assert "error" not in event, event
                     choices += event["choices"]
         assert done
-        return Outcome(asked, "answered", told(choices))
+        return self._answered(asked, choices)
+
+    def _answered(self, asked: Asked, choices: Sequence[Mapping[str, Any]]) -> Outcome:
+        said, alone = told(choices), self._known[name_of(asked)]
+        return Outcome(asked, "answered", len(said), None if same(said, alone) else (said, alone))
 
     def _gone(self, asked: Asked) -> Outcome:
         """The request, and no look at the answer; half of these clients wait a moment first."""
@@ -271,30 +282,28 @@ class Clients:
         return connection
 
 
-def ask_all(running: Running, asked: Sequence[Asked], at_once: int) -> list[Outcome]:
+def name_of(asked: Asked) -> str:
+    """What names the answer to a request, however it is sent."""
+    return json.dumps([asked.path, asked.body], sort_keys=True)
+
+
+def answers(asked: Iterable[Asked], alone: Running) -> dict[str, Told]:
+    """What those requests that wait for an answer are told one after the other, by `name_of`."""
+    known: dict[str, Told] = {}
+    for one in asked:
+        if one.manner in ("whole", "stream", "slow") and name_of(one) not in known:
+            known[name_of(one)] = told(alone.post(one.path, **one.body or {})["choices"])
+    return known
+
+
+def ask_all(running: Running, asked: Sequence[Asked], known: Mapping[str, Told], at_once: int) -> list[Outcome]:
     """What becomes of requests that so many clients send, each its next when its last has ended."""
-    clients = Clients(running)
+    clients = Clients(running, known)
     try:
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(clients, asked))
     finally:
         clients.close()
-
-
-def unlike(outcomes: Sequence[Outcome], alone: Running) -> list[tuple[Asked, Any, Any]]:
-    """Those that were told something else than they are told alone, with what they were told and what they are."""
-    known: dict[str, list[dict[str, Any]]] = {}
-    wrong = []
-    for outcome in outcomes:
-        if outcome.ended != "answered":
-            continue
-        body = outcome.asked.body or {}
-        name = json.dumps([outcome.asked.path, body], sort_keys=True)
-        if name not in known:
-            known[name] = told(alone.post(outcome.asked.path, **body)["choices"])
-        if not same(outcome.told, known[name]):
-            wrong.append((outcome.asked, outcome.told, known[name]))
-    return wrong
 
 
 def counted(outcomes: Sequence[Outcome]) -> Counter[str]:
