@@ -254,6 +254,8 @@ class Clients:
                     assert "error" not in event, event
                     choices += event["choices"]
         assert done
+        if asked.manner == "late":  # its answer was shorter than that
+            return Outcome(asked, "left")
         return self._answered(asked, choices)
 
     def _answered(self, asked: Asked, choices: Sequence[Mapping[str, Any]]) -> Outcome:

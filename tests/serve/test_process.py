@@ -22,10 +22,14 @@ from bitdraft.serve.memory import available_memory, parse_size, plan_memory
 class Process:
     """A server in a process of its own."""
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, cache: Path | None = None) -> None:
         command = [sys.executable, "-c", "from bitdraft.cli import main; main()", "serve", "--port", "0"]
         self.process = subprocess.Popen(
-            [*command, *map(str, arguments)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+            [*command, *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | ({"BITDRAFT_CACHE": str(cache)} if cache else {}),
         )
         self.said = ""
         assert self.process.stderr

@@ -10,6 +10,7 @@ Shape suffixes: D hidden size, C head dimension.
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,11 @@ from ..ops.panels import PanelKind, Panels, PanelWeight
 
 _EDGE = 1 << 20
 """Bytes at either end of a model's file that its identity is made from, with its size and time of change."""
+
+_HALF = ".half-"
+"""What names of folders begin with in which files are written."""
+_HALF_LASTS = 3600
+"""Seconds after which such a folder was left by a process that is gone."""
 
 _DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.float32: "F32"}
 _WEIGHTS = ("qkv", "o", "gate_up", "down")
@@ -111,7 +117,8 @@ class Store:
         }
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path.parent) as folder:
+            with tempfile.TemporaryDirectory(prefix=_HALF, dir=self.path.parent) as folder:
+                _clear_away(Path(folder))
                 made = Path(folder) / self.path.name
                 _write(made, tensors, json.dumps(about, default=_plain))
                 os.replace(made, self.path)
@@ -122,6 +129,15 @@ class Store:
                 with suppress(OSError):
                     old.unlink()
         return True
+
+
+def _clear_away(mine: Path) -> None:
+    """Remove what processes that were killed left half written, beside `mine`; others may be writing now."""
+    now = mine.stat().st_mtime
+    for half in mine.parent.glob(f"{_HALF}*"):
+        with suppress(OSError):
+            if now - half.stat().st_mtime > _HALF_LASTS:
+                shutil.rmtree(half)
 
 
 def _plain(value: Any) -> Any:
