@@ -2,58 +2,18 @@
 
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
 
 import httpx2 as httpx
 import openai
 import pytest
+from processes import Process
 
 from bitdraft.errors import UsageError
 from bitdraft.serve.load import open_pair
 from bitdraft.serve.memory import available_memory, parse_size, plan_memory
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, *arguments: object, cache: Path | None = None) -> None:
-        command = [sys.executable, "-c", "from bitdraft.cli import main; main()", "serve", "--port", "0"]
-        self.process = subprocess.Popen(
-            [*command, *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | ({"BITDRAFT_CACHE": str(cache)} if cache else {}),
-        )
-        self.said = ""
-        assert self.process.stderr
-        while "serving" not in self.said:
-            line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-        found = re.search(r"serving (.+) at (http://\S+)", self.said)
-        assert found
-        self.name, self.url = found[1], found[2]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.communicate()
-
-    def end(self) -> tuple[int, list[dict]]:
-        """The exit code after SIGTERM, and the lines of the log."""
-        self.process.send_signal(signal.SIGTERM)
-        _, rest = self.process.communicate(timeout=60)
-        return self.process.returncode, [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")

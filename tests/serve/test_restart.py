@@ -15,7 +15,7 @@ import httpx2 as httpx
 import openai
 import pytest
 from model_files import TEMPLATE, config, write_folder
-from test_process import Process
+from processes import Process
 
 DIES_BEFORE_IT_REPLACES = """
 import os, signal
