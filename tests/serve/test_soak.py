@@ -95,6 +95,12 @@ def objects() -> Counter[type]:
     return Counter(t for t in types if str(t.__module__).startswith("bitdraft.") and t.__name__ != "_Node")
 
 
+def assert_as_many(before: Counter[type]) -> None:
+    """No type has more objects than then, but for those of the last call, which idle threads hold on to."""
+    more = {kind: count for kind, count in (objects() - before).items() if count > AT_ONCE}
+    assert not more, "one for each request would be a hundred or more"
+
+
 def ask(running: Running, asked: Sequence[soak.Asked], known: Mapping[str, soak.Told]) -> list[soak.Outcome]:
     """The outcomes, and nothing is held afterwards."""
     outcomes = soak.ask_all(running, asked, known, AT_ONCE)
@@ -121,7 +127,7 @@ def test_150_mixed_requests_lose_nothing_and_are_told_what_they_are_told_alone(f
         outcomes = ask(running, asked[:50], known)
         before = objects()
         outcomes += ask(running, asked[50:], known)
-        assert objects() == before, "kept for nobody"
+        assert_as_many(before)
         check(running, outcomes)
 
 
@@ -142,7 +148,7 @@ def test_1000_mixed_requests_leave_memory_as_it_was(folder: Path, alone: Running
             before, resident = objects(), resident_bytes()
             traced = tracemalloc.get_traced_memory()[0]
             outcomes += ask(running, asked[300:], known)
-            assert objects() == before
+            assert_as_many(before)
             grown = tracemalloc.get_traced_memory()[0] - traced
         finally:
             tracemalloc.stop()
