@@ -1,6 +1,6 @@
 """Servers for tests: a tiny random pair, and a model that says what the test wants, each behind a real socket."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,11 +51,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def start_tiny(folders: Path, draft: str | None, **changes: object) -> Running:
+def start_tiny(folders: Path, draft: str | None, calibration: Sequence[str] = (), **changes: object) -> Running:
     """A running server of the tiny pair."""
     wanted = serve_config(folders / "target", draft, **changes)
     opened, plan = open_and_plan(wanted)
-    return start(load_service(wanted, opened, plan, []))
+    return start(load_service(wanted, opened, plan, calibration))
 
 
 @pytest.fixture(scope="session")

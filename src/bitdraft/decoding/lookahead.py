@@ -20,6 +20,11 @@ class Fixed:
     def __post_init__(self) -> None:
         _check_limit(self.limit)
 
+    @property
+    def reads_probabilities(self) -> bool:
+        """Never."""
+        return False
+
     def stop_after(self, drafted: int, chosen_prob: float, top_prob: float) -> bool:
         """True when the block has `limit` tokens."""
         return drafted >= self.limit
@@ -46,6 +51,11 @@ class Confidence:
             raise UsageError(f"the confidence threshold is {self.threshold!r}. Expected a number from 0 to 1.")
         if self.statistic not in ("chosen", "top"):
             raise UsageError(f"the confidence statistic is {self.statistic!r}. Expected 'chosen' or 'top'.")
+
+    @property
+    def reads_probabilities(self) -> bool:
+        """Always."""
+        return True
 
     def stop_after(self, drafted: int, chosen_prob: float, top_prob: float) -> bool:
         """True when the block has `limit` tokens or the statistic is below the threshold."""

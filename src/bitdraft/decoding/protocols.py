@@ -147,12 +147,17 @@ class LookaheadPolicy(Protocol):
         """No block is longer than this."""
         ...
 
+    @property
+    def reads_probabilities(self) -> bool:
+        """Whether `stop_after` looks at probabilities, which cost a pass over the vocabulary at temperature 0."""
+        ...
+
     def stop_after(self, drafted: int, chosen_prob: float, top_prob: float) -> bool:
         """Whether a block ends after the token just drawn, which stays in it.
 
         Args:
             drafted: tokens in the block, the one just drawn included.
-            chosen_prob: the draft's probability of the token just drawn.
-            top_prob: the draft's largest probability at that position.
+            chosen_prob: the draft's probability of the token just drawn; at temperature 0 what its logits give it.
+            top_prob: the draft's largest probability at that position, likewise.
         """
         ...

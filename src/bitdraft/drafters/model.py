@@ -144,6 +144,9 @@ class ModelDrafter:
             token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
             block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
+        if row.sampling.temperature == 0 and self._policy.reads_probabilities:  # not 1, which the point mass has
+            own = torch.softmax(logits_V, 0)
+            chosen, top = float(own[token]), float(own.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)
         stop = self._policy.stop_after(len(block.tokens), chosen, top)
