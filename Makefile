@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup demo test test-models test-native test-sanitized test-tsan lint format bench clean
+.PHONY: help setup demo test test-models test-soak test-clients test-native test-sanitized test-tsan lint format bench clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -24,6 +24,10 @@ NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h csrc/*/*.cpp csrc/*/*.h 
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch .venv/.setup $@
 
+.venv/.eval: .venv/.dev
+	$(BIN)/pip install --quiet 'lm_eval[api]==0.4.13'
+	touch $@
+
 demo: .venv/.setup ## measure a real model pair; the report is demo/report.html
 	$(BIN)/bitdraft measure --target qwen2.5-coder-1.5b --draft qwen2.5-coder-0.5b \
 	  --formats bf16,fp8,w4a16-awq --workload code,chat --prompts 4 --max-tokens 16 --k 1..4 \
@@ -34,6 +38,12 @@ test: .venv/.dev ## all tests but those on the large model files
 
 test-models: .venv/.dev ## the tests on the large model files
 	$(BIN)/pytest -m models
+
+test-soak: .venv/.dev ## 1,000 mixed requests at once against a server
+	$(BIN)/pytest -m soak
+
+test-clients: .venv/.eval ## lm-evaluation-harness against a server (half a gigabyte of packages)
+	$(BIN)/pytest -m clients
 
 # A build tree of its own under build/, its tests built and run: $(call native,NAME,OPTIONS)
 NINJA := $(if $(shell command -v ninja),-G Ninja)

@@ -60,6 +60,7 @@ NOT_HERE = {
         "bitdraft pull smollm2-135m",
     ],
     "docs/how-to/serve.md": ["bitdraft serve"],
+    "docs/how-to/evaluate-a-server.md": ["bitdraft serve"],
     "docs/how-to/measure-a-server.md": ["bitdraft bench serve"] * 5,
     "docs/how-to/use-your-machine-well.md": ["bitdraft bench kernels"],
     "docs/tutorial/first-measurement.md": [
@@ -73,7 +74,7 @@ NOT_HERE = {
 """Beginnings of the commands that need large model files or half a minute, by page and in order: parsed, not run. All
 others are run."""
 
-NOT_RUN = re.compile(r"make [a-z-]+|source \.venv/bin/activate|pip install .*")
+NOT_RUN = re.compile(r"make [a-z-]+|lm_eval run .*|source \.venv/bin/activate|pip install .*")
 """Commands of other programs that docs may show."""
 
 
