@@ -17,8 +17,9 @@ from paged import EOS as PAGED_EOS
 from paged import V, model_drafter, paged, target_table
 from test_engine_lossless import DRAFT, DRAFTERS, LENGTHS, SAMPLING, TARGET, Adversary, Case, distance, model
 from test_lossless import FILTERS, MODELS, POINT_MASSES, POLICIES, first_block, make_game
-from test_planted_bugs import BASIC
+from test_planted_bugs import BASIC, FLAT
 from toy import Game, TableModel, constant_table, random_table
+from toy import model_drafter as toy_drafter
 
 from bitdraft.decoding import verify
 from bitdraft.decoding.lookahead import Confidence, Fixed
@@ -55,8 +56,7 @@ def test_the_law_is_the_target_s(filter_name: str) -> None:
 def test_longer_blocks(seed: int) -> None:
     target, draft = random_table(seed), random_table(seed + 50)
     for policy in (Fixed(3), Confidence(3, 0.5, "chosen")):
-        game = Game(target, lambda: ModelDrafter(TableModel(draft), policy, ()), replace(COUPLED, max_tokens=4))
-        checks.lossless(replace(game, max_draft=3))
+        checks.lossless(Game(target, toy_drafter(draft, policy), replace(COUPLED, max_tokens=4), max_draft=3))
 
 
 def test_whole_runs_through_the_engine() -> None:
@@ -356,7 +356,10 @@ def texts_are_plain() -> None:
 
 
 def law_is_right() -> None:
-    checks.lossless(coupled(BASIC))
+    """Of a table, and of two tokens of which the draft likes the target's likelier one even more."""
+    sure = replace(FLAT, target=constant_table(0.6, 0.4), make_drafter=toy_drafter(constant_table(0.9, 0.1), Fixed(2)))
+    for game in (BASIC, sure):
+        checks.lossless(coupled(game))
 
 
 @pytest.mark.parametrize(
