@@ -5,6 +5,7 @@ with the reason why nothing does, or with both where a part of it is not built.
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -341,6 +342,7 @@ ROWS = (
 )
 
 
+@cache
 def names(path: Path) -> set[str]:
     """Every test function of a file."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))

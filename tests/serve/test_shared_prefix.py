@@ -25,8 +25,8 @@ def copy(folders: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def cold(folders: Path) -> Iterator[Running]:
-    """The same pair, and every prompt computed from its first token."""
-    with start_tiny(folders, str(folders / "target"), draft_format="w4a16", prefix_cache=False) as running:
+    """The target without a draft, and every prompt computed from its first token."""
+    with start_tiny(folders, None, prefix_cache=False) as running:
         yield running
 
 

@@ -37,23 +37,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def service_of(folder: Path, **changes: object) -> Service:
-    wanted = serve_config(folder, str(folder), draft_format="w4a16", max_model_len=CONTEXT, **changes)
+def service_of(folder: Path, draft: str | None, **changes: object) -> Service:
+    wanted = serve_config(folder, draft, draft_format="w4a16", max_model_len=CONTEXT, **changes)
     opened, plan = open_and_plan(wanted)
     return load_service(wanted, opened, plan, [])
 
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Iterator[Running]:
-    """A server that is asked one thing at a time, with room for it and nothing of what came before."""
-    with Running(service_of(folder, max_batch=1, prefix_cache=False)) as running:
+    """A server that is asked one thing at a time, without drafts, with room and with nothing of what came before."""
+    with Running(service_of(folder, None, max_batch=1, prefix_cache=False)) as running:
         yield running
 
 
 def crowded(folder: Path) -> Running:
     """Eight at once in a cache that holds 336 tokens for all; and a second way in, where time is up at once."""
     tokens = 336
-    service = service_of(folder, max_batch=8, kv_memory=tokens * 2 * 128, max_queue=200)
+    service = service_of(folder, str(folder), max_batch=8, kv_memory=tokens * 2 * 128, max_queue=200)
     patient = create_app(service)
     hasty = create_app(replace(service, settings=replace(service.settings, timeout=0.0)))
 
