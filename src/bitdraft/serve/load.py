@@ -37,11 +37,6 @@ class Opened:
     draft_recipe: Recipe | None
     ngram: bool
 
-    @property
-    def speculates(self) -> bool:
-        """Whether anything drafts."""
-        return self.ngram or self.draft is not None
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -106,6 +101,7 @@ def load_pair(
     draft_kv: str | None,
     calibration: Sequence[str],
     prefix_cache: bool = False,
+    max_rows: int | None = None,
     progress: Progress | None = None,
 ) -> Pair:
     """Load an opened pair.
@@ -119,6 +115,7 @@ def load_pair(
         kv, draft_kv: formats of keys and values; None for bf16, or f32 beside the format f32.
         calibration: texts for formats that need activation statistics.
         prefix_cache: keep what requests computed for others that begin alike.
+        max_rows: tokens of one text that the draft reads in a step, at most; None reads all.
         progress: called while weights are quantised.
 
     Raises:
@@ -151,4 +148,4 @@ def load_pair(
         progress=progress,
     )
     policy = Confidence(draft_length, confidence) if confidence else Fixed(draft_length)
-    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids))
+    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids, max_rows))

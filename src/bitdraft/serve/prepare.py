@@ -57,6 +57,7 @@ class Asked:
         domain: kind of traffic.
         arrived: when the call came.
         keep: special tokens that stay in the text.
+        prediction: ids that the answers are likely to repeat.
     """
 
     max_tokens: int | None
@@ -66,6 +67,7 @@ class Asked:
     domain: str
     arrived: float
     keep: tuple[str, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass
@@ -197,6 +199,8 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
     groups = Groups(prompts)
     speculative = body.speculative
     max_draft = None if speculative is None else speculative.k if speculative.enabled else 0
+    if not model.max_draft and not asked.prediction:
+        max_draft = 0  # nothing drafts: no room has to be kept for it
     for prompt in prompts:
         room = model.context_length - len(prompt.ids)
         if room < 1 or not prompt.ids:
@@ -223,6 +227,7 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
                 prompt_logprobs=asked.prompt_logprobs,
                 domain=asked.domain,
                 max_draft=max_draft,
+                prediction=asked.prediction,
             )
             group.append((request, Progress(len(prompt.ids), asked.domain, asked.arrived)))
         groups.requests.append(group)

@@ -20,6 +20,7 @@ class Progress:
         tokens: output tokens.
         cached: tokens of its prompt that the prefix cache held.
         steps: (drafted, accepted) of each step.
+        predicted: tokens drafted from the client's own prediction that stand in the output, and those that do not.
         finish: why it ended; None while it runs.
     """
 
@@ -32,6 +33,7 @@ class Progress:
     tokens: int = 0
     cached: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
+    predicted: tuple[int, int] = (0, 0)
     finish: str | None = None
 
     def add(self, emission: Emission, record: StepRecord | None, time: float) -> None:
@@ -44,6 +46,9 @@ class Progress:
             self.tokens += len(emission.tokens)
         if record is not None:
             self.steps.append((record.proposed, record.accepted))
+            if record.predicted:
+                stands, (accepted, rejected) = min(record.accepted, record.emitted), self.predicted
+                self.predicted = accepted + stands, rejected + record.proposed - stands
 
 
 def shown_step(record: StepRecord) -> dict[str, Any]:

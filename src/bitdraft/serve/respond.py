@@ -111,8 +111,8 @@ class Call:
             "prompt_tokens_details": {"cached_tokens": sum(progress.cached for progress in first)},
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(progress.predicted[0] for progress in ticket.progress.values()),
+                "rejected_prediction_tokens": sum(progress.predicted[1] for progress in ticket.progress.values()),
                 **self.form.details(),
             },
         }

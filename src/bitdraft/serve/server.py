@@ -9,6 +9,7 @@ from time import perf_counter
 
 import uvicorn
 
+from ..drafters.predicted import PredictedDrafter
 from ..engine.controller import DraftLengths
 from ..engine.engine import Engine
 from ..errors import UsageError
@@ -73,7 +74,7 @@ def make_service(
     tokenizer = pair.opened.target.tokenizer
     engine = Engine(
         pair.target,
-        pair.drafter,
+        PredictedDrafter(pair.drafter),
         eos_ids=tokenizer.eos_ids,
         max_draft=max_draft,
         max_batch=max_batch,
@@ -85,7 +86,7 @@ def make_service(
     reasons = lengths.reasons if lengths and pair.drafter else lambda: "K = 0: there is no draft."
     metrics = Metrics(vllm=settings.vllm_metrics)
     worker = Worker(engine, records, metrics, perf_counter)
-    runs = info.Runs(max_batch, longest, confidence, reasons, prefix_cache)
+    runs = info.Runs(max_batch, longest, max_draft, confidence, reasons, prefix_cache)
     fixed = info.describe(pair, plan, settings, runs)
     return Service(
         worker=worker,

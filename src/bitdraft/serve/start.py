@@ -12,7 +12,7 @@ from ..models.hub import cache_folder
 from ..quantize.load import Progress, Source
 from .app import Service
 from .load import Opened, Pair, load_pair, open_pair
-from .memory import MemoryPlan, available_memory, plan_memory
+from .memory import ROWS, MemoryPlan, available_memory, plan_memory
 from .server import make_service
 from .settings import Defaults, Settings, read_defaults
 
@@ -133,6 +133,7 @@ def load_service(
         draft_kv=config.draft_kv,
         calibration=calibration,
         prefix_cache=config.prefix_cache,
+        max_rows=ROWS,
         progress=progress,
     )
     return make_service(
