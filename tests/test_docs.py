@@ -48,7 +48,7 @@ def verbs(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 VERBS = dict(verbs(typer.main.get_command(cli.app)))
 
 NOT_HERE = {
-    "README.md": ["bitdraft generate 'Write a haiku about rounding.'"],
+    "README.md": ["bitdraft serve", "bitdraft generate 'Write a haiku about rounding.'"],
     "docs/reference/cli.md": [
         "bitdraft measure --target qwen2.5-coder-1.5b",
         "bitdraft generate 'List the days of the week twice.'",
