@@ -1,5 +1,6 @@
 """From what a client asked for to requests of the engine: prompts as ids, sampling values, a grammar."""
 
+import json
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -161,9 +162,23 @@ def _plain(message: Message, at: int) -> dict[str, Any]:
     """A message as templates want it: content as one text; a developer is a system."""
     plain = message.model_dump(exclude_none=True)
     plain["content"] = text_of(message.content, f"messages[{at}].content")
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_called(call) for call in plain["tool_calls"]]
     if message.role == "developer":
         plain["role"] = "system"
     return plain
+
+
+def _called(call: Any) -> Any:
+    """An earlier call as templates want it: clients send the arguments as JSON text, templates write JSON of them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def text_of(content: str | list[dict[str, Any]] | None, place: str) -> str:
