@@ -44,6 +44,8 @@ def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> di
         draft = _model(opened.draft, opened.draft_recipe, pair.draft)
     elif opened.ngram:
         draft = {"name": NGRAM, "format": None, "bits": None, "device": "cpu", "kv_format": None, "kv_bits": None}
+    if draft is not None:
+        draft |= {"chosen": opened.why or None, "not_chosen": dict(opened.refused)}
     kernels = native.default()
     return {
         "server": "bitdraft",

@@ -29,6 +29,8 @@ class Opened:
         target, target_recipe: the target, and the format it is to run in.
         draft, draft_recipe: the draft likewise; None where no model drafts.
         ngram: whether n-grams draft.
+        why: why this draft, where nobody named it.
+        refused: models that were not chosen, each with the reason.
     """
 
     target: Source
@@ -36,6 +38,8 @@ class Opened:
     draft: Source | None
     draft_recipe: Recipe | None
     ngram: bool
+    why: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
