@@ -37,6 +37,9 @@ class SamplingParams:
         bad_words: sequences of token ids, none of which the output ever completes.
         allowed_ids: the only token ids that may come out; None allows all.
         seed: with the request's number, names the random streams of the request.
+        reproducible: above temperature 0, the same seed and number give the same output whatever is drafted, however
+            long, and whoever is served beside it; with drafts this accepts fewer tokens. At temperature 0 it is so
+            anyway.
         max_tokens: output tokens at most.
         min_tokens: no end of sequence and no stop id before so many output tokens.
         stop: strings that end the output; the output is cut before the first one.
@@ -56,6 +59,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_ids: frozenset[int] | None = None
     seed: int = 0
+    reproducible: bool = False
     max_tokens: int = 128
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
@@ -152,8 +156,9 @@ class Proposal:
     Attributes:
         tokens: the drafted tokens of each sequence, B blocks of any lengths; empty where nothing was drafted.
         probs: [B, K, V] float, the distribution that each token was really drawn from, after every filter and
-            renormalised, anything past a block's end; None when every token is a point mass (n-gram and scripted
-            drafts, and models at temperature 0).
+            renormalised, anything past a block's end and for requests that the coupled rule verifies; None when every
+            token is a point mass (n-gram and scripted drafts, and models at temperature 0 or under the coupled rule,
+            where a token follows from noise that the target knows).
         predicted: places in the batch of the blocks that are from their caller's own prediction: point masses, whatever
             `probs` holds there.
     """
@@ -194,7 +199,8 @@ class StepRecord:
         accepted: drafted tokens that the target accepted.
         emitted: tokens added to the output, after end of sequence, stop strings and limits cut the block.
         overlap: `sum_v min(p, q)` at each reached position: the accepted ones and, after a rejection, the rejected
-            one. Its mean is the conditional acceptance, without the noise of the coin.
+            one. Its mean is the conditional acceptance, without the noise of the coin. Under the coupled rule 1
+            where the drafted token stands and 0 where not: `sum_v min(p, q)` is only an upper bound there.
         batch: sequences in the step.
         rows: rows of tokens that the target was given in the step, all sequences together.
         draft_seconds, verify_seconds, other_seconds: duration of the step's parts; shared by its sequences.

@@ -74,7 +74,7 @@ def test_the_context_ends_the_output(run: Run, pair: Path) -> None:
     [
         (("--target-format", "w1a1"), "no format 'w1a1'"),
         (("--temperature", "-1"), "temperature is -1"),
-        (("--context", 2), "the context is 2"),
+        (("--context", 2), "the context holds 2"),
         (("--draft", "no/such-folder/at-all"), "no/such-folder/at-all"),
         (("--plan", "nowhere.json"), "nowhere.json cannot be read"),
         (("--stop", ""), "strings that are not empty"),

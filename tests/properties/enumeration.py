@@ -10,11 +10,15 @@ A decision is modelled as `bitdraft.decoding.streams` makes it: a uniform number
 one of the intervals that the outcomes divide [0, 1) into. A number that is read twice is not uniform the second time:
 it is known to lie in the interval of the first outcome, and the second decision's probabilities follow from that. So
 code that shares noise is enumerated with the law it really has.
+
+A coupled draw is modelled as a race of exponential clocks, one for each token (`bitdraft.decoding.race`). A second draw
+that reads the same clocks has the law of its winner given that of the first, in closed form; a third is refused.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from math import fsum
+from itertools import pairwise
+from math import fsum, inf
 from typing import TypeVar
 
 from torch import Tensor
@@ -57,6 +61,7 @@ class Branches:
         self._path: list[_Decision] = []
         self._depth = 0
         self._known: dict[Hashable, tuple[float, float]] = {}
+        self._races: dict[Hashable, list[tuple[list[float], int]]] = {}
         self._started = False
 
     def randomness(self, seed: int, request: int) -> "BranchingRandomness":
@@ -69,7 +74,7 @@ class Branches:
             while self._path and not self._path[-1].advance():
                 self._path.pop()
         more = bool(self._path) or not self._started
-        self._started, self._depth, self._known = True, 0, {}
+        self._started, self._depth, self._known, self._races = True, 0, {}, {}
         return more
 
     def finish(self) -> float:
@@ -102,6 +107,53 @@ class Branches:
         self._known[name] = max(low, bounds[decision.outcome]), min(high, bounds[decision.outcome + 1])
         return decision.outcome
 
+    def race(self, name: Hashable, weights: list[float]) -> int:
+        """The winner, in this run, of a race at these speeds.
+
+        Args:
+            name: of the clocks. Races at the same speeds have the same winner.
+            weights: the speeds.
+        """
+        before = self._races.setdefault(name, [])
+        for speeds, won in before:
+            if speeds == weights:
+                return won
+        if before:
+            assert len(before) == 1, "three races of the same clocks have no closed form here"
+            speeds, won = before[0]
+            chances = [both_win(speeds, weights, won, j) * fsum(speeds) / speeds[won] for j in range(len(weights))]
+        else:
+            chances = weights
+        winner = self.decide((name, len(before)), chances)
+        before.append((weights, winner))
+        return winner
+
+
+def both_win(p: Sequence[float], q: Sequence[float], i: int, j: int) -> float:
+    """The chance that i wins the race at speeds p and j the race at speeds q, of the same exponential clocks.
+
+    With r the ratio of the two winning times, S(r) = sum_w max(p_w, r q_w). For i = j, r is p_i / q_i and the chance
+    p_i / S(r). Else it is p_i q_j times the integral of S**-2 over r from p_j / q_j to p_i / q_i: the density of both
+    times, integrated over the common scale. S is linear between the ratios p_w / q_w of the tokens.
+    """
+    if not (p[i] and q[j]):
+        return 0.0
+
+    def total(r: float) -> float:
+        return fsum(max(a, r * b) for a, b in zip(p, q, strict=True))
+
+    if i == j:
+        return p[i] / total(p[i] / q[i])
+    low, high = p[j] / q[j], p[i] / q[i] if q[i] else inf
+    ends = [low, *sorted(a / b for a, b in zip(p, q, strict=True) if b and low < a / b < high), high]
+    pieces = []
+    for start, end in pairwise(ends):
+        if start < end < inf:  # linear in between: the integral of S**-2 is the length over the product of the ends
+            pieces.append((end - start) / (total(start) * total(end)))
+        elif start < end:
+            pieces.append(1 / (total(start) * fsum(q)))
+    return p[i] * q[j] * fsum(pieces)
+
 
 class BranchingRandomness:
     """One request's view of `Branches`, a `Randomness`."""
@@ -115,6 +167,9 @@ class BranchingRandomness:
 
     def draw(self, probs: Tensor, start: int, position: int, purpose: Purpose) -> int:
         return self._branches.decide(self._name(start, position, purpose), probs.tolist())
+
+    def coupled_draw(self, probs: Tensor, position: int) -> int:
+        return self._branches.race((self._request, "clocks", position), probs.tolist())
 
     def _name(self, start: int, position: int, purpose: Purpose) -> Hashable:
         return self._request, streams.counter(start, position, purpose)

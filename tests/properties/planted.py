@@ -246,7 +246,7 @@ def ones_for_point_masses(patch: pytest.MonkeyPatch) -> None:
     def ones(p: Tensor, q: Tensor | None) -> Tensor:
         return torch.ones_like(p[:-1]) if q is None else q
 
-    patch.setattr(verify, "rule_for", lambda rule, length, point_mass: "block" if length >= 2 else "token")
+    patch.setattr(verify, "rule_for", lambda rule, length, **row: "block" if length >= 2 else "token")
     patch.setattr(verify, "acceptance_chances", lambda rule, tokens, p, q: honest_chances(rule, tokens, p, ones(p, q)))
     patch.setattr(
         verify, "next_distribution", lambda rule, n, tokens, p, q: honest_next(rule, n, tokens, p, ones(p, q))
@@ -305,6 +305,11 @@ def named_by(name: Callable[[int, int, Purpose], tuple[int, int, int, int]]) -> 
 
 def without_purpose(start: int, position: int, purpose: Purpose) -> tuple[int, int, int, int]:
     return position, 0, start, 0
+
+
+def draft_noise_for_next(start: int, position: int, purpose: Purpose) -> tuple[int, int, int, int]:
+    """As the coupled rule does it, under a rule that is not made for it."""
+    return position, Purpose.NEXT if purpose == Purpose.DRAFT else purpose, start, 0
 
 
 def without_start(start: int, position: int, purpose: Purpose) -> tuple[int, int, int, int]:

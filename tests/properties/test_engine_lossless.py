@@ -361,7 +361,10 @@ def test_a_planted_fault_shows(plant: Callable[[pytest.MonkeyPatch], None], monk
     bound = [Case(LENGTHS, replace(SAMPLING, max_tokens=3), GRAMMAR)]
 
     def check() -> float:
-        worst = max(distance(cases, DRAFTERS["model, fixed"]) for cases in (pair, alone))
+        """Until one of them shows something: what a fault makes longer takes long to enumerate."""
+        worst = distance(alone, DRAFTERS["model, fixed"])
+        if worst <= 1e-3:
+            worst = max(worst, distance(pair, DRAFTERS["model, fixed"]))
         return worst if worst > 1e-3 else distance(bound, DRAFTERS["model, fixed"], target=DENSE)
 
     assert check() <= TOLERANCE

@@ -59,6 +59,11 @@ def test_under_every_kind_of_sampling(params: SamplingParams) -> None:
     assert distance([case], lambda: combined("model, fixed")) <= TOLERANCE
 
 
+def test_under_the_coupled_rule() -> None:
+    case = Case(LENGTHS, replace(SAMPLING, reproducible=True), prediction=(1, 0, 1, 1, 0))
+    assert distance([case], lambda: combined("")) <= TOLERANCE
+
+
 def test_beside_requests_that_a_model_drafts_for() -> None:
     """One proposal then holds point masses and distributions, of blocks of different lengths."""
     cases = [

@@ -39,6 +39,14 @@ class Randomness(Protocol):
         """A token id drawn from `probs`, [V], which sums to 1."""
         ...
 
+    def coupled_draw(self, probs: Tensor, position: int) -> int:
+        """A token id drawn from `probs`, [V], with the noise that the output position has for every such draw.
+
+        The block is no part of the name: whoever draws for a position, from whatever distribution, in whatever block,
+        reads the same noise. Draws from like distributions are mostly the same token, from the same one always.
+        """
+        ...
+
 
 class LanguageModel(Protocol):
     """A decoder with a KV cache per request. Prefill, decode and verify are the same call."""
@@ -118,6 +126,11 @@ class DraftRow:
     def start(self) -> int:
         """Output tokens committed so far."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the coupled rule decides, and a drafter that draws does so by `Randomness.coupled_draw`."""
+        return self.sampling.reproducible and self.sampling.temperature > 0
 
 
 class Drafter(Protocol):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import race
 from .protocols import Purpose
 
 
@@ -21,6 +22,9 @@ class Streams:
     `start` is part of the name for the block rule: it decides about early tokens by looking at the later ones, so when
     it throws a suffix away, the noise that drafted the suffix is no longer uniform. Were that noise used again to draft
     the same positions in the next block, the output would be biased.
+
+    The coupled rule has nothing of the kind: no decision looks ahead, and its numbers are named without the block, so
+    that the output does not depend on where blocks begin (docs/decisions/0011-same-seed-same-output.md).
     """
 
     def __init__(self, seed: int, request: int) -> None:
@@ -42,13 +46,22 @@ class Streams:
         """A token id drawn from `probs`, [V] float32 or float64 on any device; never one of probability 0."""
         return token_at(probs, self._uniform(start, position, purpose))
 
+    def coupled_draw(self, probs: Tensor, position: int) -> int:
+        """A token id drawn from `probs`, [V], by the clocks of the output position, see `race`."""
+        self._seek(*counter(0, position, Purpose.NEXT))
+        key = int(self._bits.random_raw())
+        return race.winner(probs, lambda ids_N: race.uniforms(key, ids_N))
+
     def _uniform(self, start: int, position: int, purpose: Purpose) -> float:
         """The first double in [0, 1) of the stream that the decision names."""
+        self._seek(*counter(start, position, purpose))
+        return float(self._generator.random())
+
+    def _seek(self, *place: int) -> None:
         # Setting the state costs a tenth of making a generator. Position 4 of the buffer is its end: it is empty.
-        self._state["state"]["counter"][:] = counter(start, position, purpose)
+        self._state["state"]["counter"][:] = place
         self._state["buffer_pos"] = 4
         self._bits.state = self._state
-        return float(self._generator.random())
 
 
 def counter(start: int, position: int, purpose: Purpose) -> tuple[int, int, int, int]:

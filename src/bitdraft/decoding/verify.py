@@ -1,8 +1,11 @@
 """Which drafted tokens stand, and what comes after them, so that the output is distributed as the target's own.
 
-Two rules. The token rule accepts token after token (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318,
+Three rules. The token rule accepts token after token (Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318,
 algorithm 2). The block rule looks at the whole block and accepts at least as many tokens on average (Sun et al.
-2403.10444, block verification). Everything is a pure function of probabilities; `verify` alone asks for chance.
+2403.10444, block verification). The coupled rule draws the target's own token at each position, whatever was drafted,
+and a drafted token stands if it is that one (drafter-invariant decoding, Daliri et al. 2408.07978): the
+output is the one that the same seed gives without a draft. It is the rule of requests that ask to be reproducible; the
+engine's choice between the other two is for all others. Everything but `verify` is a pure function of probabilities.
 
 Entries are computed in the dtype of the distributions, float32 or wider; sums and the ratios of single entries in
 float64. A float16 probability would underflow, and its ratio accept what it should not.
@@ -22,7 +25,10 @@ from .protocols import DraftRow, Purpose
 from .sampling import PointMasses
 
 Rule = Literal["token", "block"]
-"""How a block is verified."""
+"""How blocks are verified, of requests that do not ask for the coupled rule."""
+
+RowRule = Literal["token", "block", "coupled"]
+"""How one block is verified."""
 
 
 def verify(
@@ -34,8 +40,8 @@ def verify(
         proposal: what the drafter suggests; its `probs` have the target's vocabulary and are what was drawn from.
         target_probs: for each block [K+1, V], float32 or float64, made by the same filters as `proposal.probs`; or
             the tokens that they are certain of.
-        rows: the sequences; their `randomness` decides.
-        rule: "block" is used where it differs from "token", see `rule_for`.
+        rows: the sequences; their `randomness` decides. Those that are `coupled` are verified by the coupled rule.
+        rule: of the others; "block" is used where it differs from "token", see `rule_for`.
 
     Returns:
         The verification. With the block rule the reached positions of `overlap` are the accepted ones and the one
@@ -48,11 +54,13 @@ def verify(
     """
     blocks = []
     for b, (row, tokens, p) in enumerate(zip(rows, proposal.tokens, target_probs, strict=True)):
-        q = proposal.drawn_from(b)
+        q = None if row.coupled else proposal.drawn_from(b)
         _check(tokens, p, q)
-        row_rule = rule_for(rule, len(tokens), point_mass=q is None)
+        row_rule = rule_for(rule, len(tokens), point_mass=q is None, coupled=row.coupled)
         if isinstance(p, PointMasses):
             blocks.append(_verify_certain(tokens, p.tokens, q))
+        elif row_rule == "coupled":
+            blocks.append(_verify_coupled(tokens, p, row))
         else:
             blocks.append(_verify_drawn(tokens, p, q, row, row_rule))
     accepted, next_token, overlaps = zip(*blocks, strict=True) if blocks else ((), (), ())
@@ -86,14 +94,32 @@ def _verify_certain(tokens: Sequence[int], said: Sequence[int], q: Tensor | None
     return count, said[count], tuple(min(1.0, float(q[i, said[i]])) for i in reached)
 
 
-def rule_for(rule: Rule, length: int, point_mass: bool) -> Rule:
+def _verify_coupled(tokens: Sequence[int], p: Tensor, row: DraftRow) -> _Block:
+    """The target's own tokens up to the first that was not drafted. What the draft thought does not enter.
+
+    The overlap is 1 or 0, the drafted token's fate: its chance would take q and a sort of the vocabulary, and
+    sum_v min(p, q) is more than that chance.
+    """
+    for i, drafted in enumerate(tokens):
+        token = row.randomness.coupled_draw(p[i], row.start + i)
+        if token != drafted:
+            return i, token, (1.0,) * i + (0.0,)
+    return len(tokens), row.randomness.coupled_draw(p[-1], row.start + len(tokens)), (1.0,) * len(tokens)
+
+
+def rule_for(rule: Rule, length: int, point_mass: bool, coupled: bool = False) -> RowRule:
     """The rule that a block is really verified by: the one place that decides.
 
-    For one token the rules are the same. For a point mass the block rule accepts as many tokens on average as the
-    token rule, and there is no q [K, V] to compute it from.
+    Where the request asks for it, the coupled one. Of the others: for one token they are the same; for a point mass the
+    block rule accepts as many tokens on average as the token rule, and there is no q [K, V] to compute it from.
     """
     if rule not in ("token", "block"):
-        raise UsageError(f"the verification rule is {rule!r}. Expected 'token' or 'block'.")
+        raise UsageError(
+            f"the verification rule is {rule!r}. Expected 'token' or 'block'; a request has the coupled rule by its "
+            "sampling parameter `reproducible`."
+        )
+    if coupled:
+        return "coupled"
     return "block" if rule == "block" and length >= 2 and not point_mass else "token"
 
 

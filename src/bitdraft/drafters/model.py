@@ -29,7 +29,7 @@ class _Block:
     def __init__(self, row: DraftRow) -> None:
         self.row = row
         self.tokens: list[int] = []
-        self.probs: list[Tensor] = []  # stays empty for a point mass
+        self.probs: list[Tensor] = []  # stays empty for a point mass, and where the coupled rule verifies
         self.history: History = row.history
         self.missing: Sequence[int] = ()
         self.budget = 0
@@ -63,9 +63,10 @@ class ModelDrafter:
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft up to `row.budget` tokens after each row; `probs` is what each token was drawn from.
 
-        If all rows are greedy, every token is a point mass: nothing of the size of the vocabulary is written down.
+        If all rows are greedy or coupled, every token is a point mass: nothing of the size of the vocabulary is
+        written down. A coupled row's tokens are drawn with the noise that the target's own are drawn with.
         """
-        point_mass = all(row.sampling.temperature == 0 for row in rows)
+        point_mass = all(row.sampling.temperature == 0 or row.coupled for row in rows)
         blocks = self._blocks(rows)
         feeding = [block for block in blocks if block.open or block.behind]
         while feeding:
@@ -137,12 +138,15 @@ class ModelDrafter:
         row, start = block.row, block.row.start
         ending_ids = row.sampling.ending_ids(self._eos_ids)
         chosen = top = 1.0
-        if point_mass:
+        if point_mass and not row.coupled:
             token = greedy_tokens(logits_V[None], (), row.sampling, block.history, ending_ids)[0]
         else:
-            probs = distribution(logits_V, row.sampling, block.history, ending_ids)
-            token = row.randomness.draw(probs, start, start + len(block.tokens), Purpose.DRAFT)
-            block.probs.append(probs)
+            probs, position = distribution(logits_V, row.sampling, block.history, ending_ids), start + len(block.tokens)
+            if row.coupled:
+                token = row.randomness.coupled_draw(probs, position)
+            else:
+                token = row.randomness.draw(probs, start, position, Purpose.DRAFT)
+                block.probs.append(probs)
             chosen, top = float(probs[token]), float(probs.max())
         block.tokens.append(token)
         block.history = block.history.extended(token)

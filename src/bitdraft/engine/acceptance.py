@@ -1,7 +1,8 @@
 """How likely the target is to accept the next draft, from what it made of the last ones.
 
-`StepRecord.overlap` has the chance itself at every position that a block reached, not the coin that fell. Nothing is
-known of positions behind a rejection, and nothing is guessed of them from matches there.
+`StepRecord.overlap` has the chance itself at every position that a block reached, not the coin that fell; under the
+coupled rule 1 or 0, whose mean is that chance, too. Nothing is known of positions behind a rejection, and nothing is
+guessed of them from matches there.
 
 What is believed of a request is its own recent blocks, drawn towards what holds for its domain, and that towards what
 was believed before anything was seen (a plan's measurement, or `UNKNOWN`). Two things are drawn: first the level, one

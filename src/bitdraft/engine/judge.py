@@ -58,6 +58,7 @@ def judge(batch: Batch, proposal: Proposal, logits: Tensor) -> Judged:
     scores: dict[int, list[TokenLogprob]] = {}
     failed: dict[Sequence, str] = {}
     mine, distributions = [], []
+    kept: dict[Sequence, tuple[int, ...]] = {}
     for (s, scoring, drafted), rows in zip(plan, torch.split(logits, sizes), strict=True):
         try:
             if scoring:
@@ -65,14 +66,31 @@ def judge(batch: Batch, proposal: Proposal, logits: Tensor) -> Judged:
                 scores[s.request.number] = token_logprobs(rows[:scoring], tokens, s.request.prompt_logprobs or 0)
             if drafted is not None:
                 deciding = rows[scoring:] if scoring else rows
-                sampling = s.request.sampling
-                distributions.append(verifiable(deciding, drafted, sampling, s.history, s.ending_ids))
+                kept[s], distribution = _distributions(s, drafted, deciding)
+                distributions.append(distribution)
                 mine.append(deciding)
         except Exception as error:  # whatever it is, it is this request's: the others go on
             failed[s] = describe(error)
     if failed:
         batch, proposal = _without(batch, proposal, failed)
+    proposal = replace(proposal, tokens=tuple(kept[s] for s in batch.deciding))
     return Judged(batch, proposal, tuple(mine), tuple(distributions), scores, tuple(failed.items()))
+
+
+def _distributions(s: Sequence, drafted: tuple[int, ...], rows: Tensor) -> tuple[tuple[int, ...], Tensor | PointMasses]:
+    """What the target makes of a block, and the drafted tokens that it was made for: all, or an error is raised.
+
+    But a reproducible output must not end because of a text that was only drafted: its block is cut before that. Where
+    the coupled rule decides, a draft may be cut for any reason.
+    """
+    while True:
+        try:
+            params = s.request.sampling
+            return drafted, verifiable(rows[: len(drafted) + 1], drafted, params, s.history, s.ending_ids)
+        except Exception:
+            if not drafted or not params.reproducible:
+                raise
+            drafted = drafted[:-1]
 
 
 def _without(batch: Batch, proposal: Proposal, failed: Mapping[Sequence, str]) -> tuple[Batch, Proposal]:
