@@ -31,6 +31,7 @@ from .responses import ResponsesShape
 from .responses_request import ResponsesRequest, as_chat, renamed
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import Settings
+from .tracing import Tracing
 from .worker import Ticket, Worker
 
 DOMAIN_HEADER = "x-bitdraft-domain"
@@ -50,6 +51,7 @@ class Service:
         max_batch: requests that run at once.
         clock: the worker's clock, seconds.
         draining: whether new requests are refused, for the server is about to stop.
+        tracing: makes traces of requests; None for none.
     """
 
     worker: Worker
@@ -62,6 +64,7 @@ class Service:
     clock: Callable[[], float] = perf_counter
     created: int = 0
     draining: bool = False
+    tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time())
@@ -166,32 +169,34 @@ async def generate(service: Service, request: Request, prepare: Prepare) -> Resp
         max_draft=service.model.max_draft,
         deadline=deadline,
     )
-    notes = request.scope[NOTES]
     if call.stream:
         ticket = await service.worker.submit(groups.requests)
         return EventStream(
-            shape.events(call, ticket), lambda: _ended(service, call, ticket, notes), settings.timeout + 5
+            shape.events(call, ticket), lambda: _ended(service, call, ticket, request), settings.timeout + 5
         )
-    return JSONResponse(await unless_gone(request.receive, _whole(service, call, shape, notes)))
+    return JSONResponse(await unless_gone(request.receive, _whole(service, call, shape, request)))
 
 
-async def _whole(service: Service, call: Call, shape: Shape, notes: dict[str, Any]) -> dict[str, Any]:
+async def _whole(service: Service, call: Call, shape: Shape, request: Request) -> dict[str, Any]:
     ticket = await service.worker.submit(call.groups.requests)
     try:
         return await shape.whole(call, ticket)
     finally:
-        _ended(service, call, ticket, notes)
+        _ended(service, call, ticket, request)
 
 
-def _ended(service: Service, call: Call, ticket: Ticket, notes: dict[str, Any]) -> None:
-    """Give up what still runs, and tell the log what there was."""
+def _ended(service: Service, call: Call, ticket: Ticket, request: Request) -> None:
+    """Give up what still runs, and tell the log and the traces what there was."""
     service.worker.cancel(ticket)
+    notes = request.scope[NOTES]
     usage = call.usage(ticket)
     notes["prompt_tokens"], notes["completion_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
     notes["finish"] = [progress.finish for progress in ticket.progress.values()]
     speculation = call.metrics(ticket)["speculative_decoding"]
     notes["drafted"] = speculation["num_draft_tokens"]
     notes["accepted"] = speculation["num_accepted_draft_tokens"]
+    if service.tracing:
+        service.tracing.record(call, ticket, request.headers, service.clock())
 
 
 async def tokenize(service: Service, request: Request) -> Response:

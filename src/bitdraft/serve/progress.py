@@ -15,6 +15,7 @@ class Progress:
         prompt_tokens: length of its prompt.
         domain: what kind of traffic it is.
         arrived: when it came, in seconds of the worker's clock.
+        admitted: when its first step began; None before it has made one.
         first, last: when its first and its latest tokens came; None before.
         gap: seconds between the last two deliveries of tokens; None before the second.
         tokens: output tokens.
@@ -27,6 +28,7 @@ class Progress:
     prompt_tokens: int
     domain: str
     arrived: float
+    admitted: float | None = None
     first: float | None = None
     last: float | None = None
     gap: float | None = None

@@ -22,6 +22,7 @@ from .metrics import Metrics
 from .prepare import Model
 from .response_format import Compiler
 from .settings import Settings
+from .tracing import Tracing, configured_tracer
 from .worker import Worker, streams
 
 
@@ -83,6 +84,7 @@ def make_service(
         on_record=records.append,
     )
     longest = max_draft if pair.drafter else 0
+    tracer = configured_tracer()
     reasons = lengths.reasons if lengths and pair.drafter else lambda: "K = 0: there is no draft."
     metrics = Metrics(vllm=settings.vllm_metrics)
     worker = Worker(engine, records, metrics, perf_counter)
@@ -97,6 +99,7 @@ def make_service(
         compile_grammar=Compiler(tokenizer, pair.target.vocab_size),
         max_batch=max_batch,
         clock=perf_counter,
+        tracing=Tracing.starting(tracer, perf_counter()) if tracer else None,
     )
 
 
