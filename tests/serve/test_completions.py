@@ -77,7 +77,7 @@ def test_http_and_python_draft_and_accept_the_same_u07(folders: Path, copy: Runn
     config = GenerateConfig(target, target, "auto", "w4a16", 3, 0.0, CONTEXT)
     for temperature, seed in ((0.0, 0), (1.2, 5)):
         generator = load(config, [])
-        sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=40)
+        sampling = SamplingParams(temperature=temperature, seed=seed, reproducible=True, max_tokens=40)
         emissions = list(generator.run(generator.prompt_ids(TEXT, raw=True), sampling))
         answer = copy.complete(
             TEXT, temperature=temperature, seed=seed, max_tokens=40, return_token_ids=True, return_origins=True
@@ -88,6 +88,14 @@ def test_http_and_python_draft_and_accept_the_same_u07(folders: Path, copy: Runn
         assert steps["per_step_drafted"] == [r.proposed for r in generator.records]
         assert steps["per_step_accepted"] == [r.accepted for r in generator.records]
         assert steps["num_accepted_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_seed_names_the_answer_with_and_without_drafts(plain: Running, copy: Running, k: int) -> None:
+    body = {"temperature": 1.1, "top_p": 0.95, "seed": 11, "max_tokens": 40, "return_token_ids": True}
+    found = copy.complete(TEXT, speculative={"k": k}, **body)
+    assert found["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
+    assert ids(found) == ids(plain.complete(TEXT, **body))
 
 
 def test_a_seed_names_the_answer_whatever_came_before(copy: Running) -> None:

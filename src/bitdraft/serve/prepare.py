@@ -277,6 +277,7 @@ def sampling_params(body: Sampling, seed: int, max_tokens: int, model: Model, de
             bad_words=tuple(dict.fromkeys(ids for word in body.bad_words or () for ids in _spellings(word, model))),
             allowed_ids=None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids),
             seed=seed,
+            reproducible=body.seed is not None,
             max_tokens=max_tokens,
             min_tokens=body.min_tokens,
             stop=tuple(stop),
