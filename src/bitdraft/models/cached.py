@@ -171,6 +171,8 @@ class CachedModel:
         """Start `twin` with everything that `request` holds, sharing its blocks."""
         assert twin not in self._tables
         self._tables[twin] = self._tables[request].fork()
+        if request in self._paths:
+            self._paths[twin] = Path(self._paths[request].tokens, self._paths[request].nodes)
         if path := self._paths.get(request):
             self._paths[twin] = Path(path.tokens, path.nodes)
 
