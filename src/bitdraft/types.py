@@ -159,10 +159,17 @@ class Proposal:
             renormalised, anything past a block's end and for requests that the coupled rule verifies; None when every
             token is a point mass (n-gram and scripted drafts, and models at temperature 0 or under the coupled rule,
             where a token follows from noise that the target knows).
+        predicted: places in the batch of the blocks that are from their caller's own prediction: point masses, whatever
+            `probs` holds there.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     probs: Tensor | None = None
+    predicted: frozenset[int] = frozenset()
+
+    def drawn_from(self, b: int) -> Tensor | None:
+        """What the tokens of block `b` were drawn from, [K, V] with its own K; None for point masses."""
+        return None if self.probs is None or b in self.predicted else self.probs[b, : len(self.tokens[b])]
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,7 @@ class StepRecord:
         batch: sequences in the step.
         rows: rows of tokens that the target was given in the step, all sequences together.
         draft_seconds, verify_seconds, other_seconds: duration of the step's parts; shared by its sequences.
+        predicted: whether the drafted tokens are from the caller's own prediction.
     """
 
     request: int
@@ -210,3 +218,4 @@ class StepRecord:
     draft_seconds: float
     verify_seconds: float
     other_seconds: float
+    predicted: bool = False

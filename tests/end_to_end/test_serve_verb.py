@@ -19,6 +19,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (("--draft", "no/such-folder/at-all"), "no/such-folder/at-all"),
         (("--draft-format", "w1a1"), "no format 'w1a1'"),
+        (("--draft-folder", "."), "Expected --draft auto"),
+        (("--draft", "auto", "--draft-folder", "nowhere"), "--draft-folder nowhere is no folder"),
         (("--kv-memory", "1KB"), "--kv-memory"),
         (("--kv-memory", "lots"), "a size of 'lots'"),
         (("--k", "many"), "--k is 'many'"),

@@ -38,6 +38,7 @@ class Case:
     prompt: Text
     params: SamplingParams
     constraint: Automaton | None = None
+    prediction: Text = ()
 
 
 def model(policy: LookaheadPolicy, context_length: int = 64) -> Drafter:
@@ -70,7 +71,8 @@ def play(branches, cases: list[Case], drafter: Drafter | None, **options) -> tup
     if isinstance(lengths, Adversary):
         lengths.engine = engine
     for number, case in enumerate(cases):
-        engine.submit(Request(number, case.prompt, case.params, constraint=case.constraint))
+        request = Request(number, case.prompt, case.params, constraint=case.constraint, prediction=case.prediction)
+        engine.submit(request)
     outputs: dict[int, Text] = dict.fromkeys(range(len(cases)), ())
     for emission in engine.run():
         outputs[emission.request] += emission.tokens

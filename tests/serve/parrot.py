@@ -13,6 +13,7 @@ from model_files import TEMPLATE, config, write_folder
 
 from bitdraft.decoding.lookahead import Fixed
 from bitdraft.drafters.model import ModelDrafter
+from bitdraft.drafters.predicted import PredictedDrafter
 from bitdraft.engine.engine import Engine
 from bitdraft.models.tokenizer import Tokenizer
 from bitdraft.quantize.load import open_source
@@ -85,8 +86,13 @@ class Parrot:
         return row
 
 
-def parrot_service(folder: Path, k: int, *, template: str = TEMPLATE, **settings: object) -> tuple[Service, Parrot]:
-    """A service of a parrot with blocks of up to k tokens, every third of them wrong; and the parrot."""
+def parrot_service(
+    folder: Path, k: int, *, template: str = TEMPLATE, predicted: int = 0, **settings: object
+) -> tuple[Service, Parrot]:
+    """A service of a parrot, and the parrot.
+
+    Drafts are of up to k tokens, every third of them wrong; without any, clients' predictions of up to `predicted`.
+    """
     if not folder.exists():
         write_folder(folder, config())
         (folder / "chat_template.jinja").write_text(template)
@@ -96,9 +102,9 @@ def parrot_service(folder: Path, k: int, *, template: str = TEMPLATE, **settings
     records: list[StepRecord] = []
     engine = Engine(
         target,
-        ModelDrafter(draft, Fixed(k), tokenizer.eos_ids) if k else None,
+        PredictedDrafter(ModelDrafter(draft, Fixed(k), tokenizer.eos_ids) if k else None),
         eos_ids=tokenizer.eos_ids,
-        max_draft=k,
+        max_draft=k or predicted,
         max_batch=4,
         randomness=streams,
         on_record=records.append,

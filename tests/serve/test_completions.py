@@ -9,11 +9,12 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
-from conftest import CONTEXT, start_tiny
-from running import Running
+from conftest import CONTEXT, serve_config, start_tiny
+from running import Running, start
 
 from bitdraft.quantize.load import load_model, open_source, recipe_for
 from bitdraft.serve.generate import GenerateConfig, load
+from bitdraft.serve.start import load_service, open_and_plan
 from bitdraft.types import Feed, SamplingParams
 
 TEXT = "hello world 1 2 hello wor"
@@ -244,3 +245,42 @@ def test_text_and_ids_by_request(drafted: Running) -> None:
     )
     info = httpx.get(f"{drafted.url}/tokenizer_info").json()
     assert info["eos_token"] in ("<|im_end|>", "<|endoftext|>")
+
+
+SYSTEM = "You answer in short words and you never say more than you were asked to say. " * 3
+
+
+def test_prefixes_are_shared_with_a_draft_as_without_u68_u69(drafted: Running, plain: Running) -> None:
+    """Five questions after one system prompt, twice: the same ids as without a draft, and as many tokens from the
+    cache; nothing that was drafted and rejected is ever found in it."""
+    found = []
+    for server in (drafted, plain):
+        assert httpx.get(f"{server.url}/info").json()["prefix_cache"] is True
+        counts, texts = [], []
+        for number in (0, 1, 2, 3, 4) * 2:
+            answer = server.complete(f"{SYSTEM}{number}?", return_token_ids=True, max_tokens=12)
+            counts.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            texts.append(ids(answer))
+        assert texts[:5] == texts[5:]
+        assert all(count > 0 for count in counts[1:])
+        found.append((counts, texts))
+    assert found[0] == found[1]
+
+
+def test_prefixes_are_shared_only_where_that_is_wanted(folders: Path) -> None:
+    with start_tiny(folders, str(folders / "draft"), prefix_cache=False) as server:
+        assert httpx.get(f"{server.url}/info").json()["prefix_cache"] is False
+        for _ in range(2):
+            answer = server.complete(SYSTEM)
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_8_bit_float_keys_and_values_are_served_u70(folders: Path) -> None:
+    """`/info` says where their scales are from."""
+    wanted = serve_config(folders / "target", str(folders / "draft"), kv="fp8", draft_kv="fp8")
+    opened, plan = open_and_plan(wanted)
+    with start(load_service(wanted, opened, plan, [TEXT])) as server:
+        info = httpx.get(f"{server.url}/info").json()
+        for model in (info["target"], info["draft"]):
+            assert (model["kv_format"], model["kv_scales_from"]) == ("fp8", "text")
+        assert len(ids(server.complete(TEXT, return_token_ids=True))[0]) > 0

@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[0, 1, 4])
 def parrot(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
     """A parrot without drafts, and with blocks of 1 and 4 tokens."""
-    with start(parrot_service(folder / "plain", request.param)[0]) as running:
+    service, model = parrot_service(folder / "plain", request.param)
+    model.pause = 0.002  # so that this thread reads while it speaks
+    with start(service) as running:
         yield running
 
 

@@ -324,3 +324,21 @@ def test_nothing_is_kept_of_what_has_ended():
     run(Machine(TARGET, DRAFT, lambda r, o: 0.8), policy, 4, 4000)
     assert len(policy._requests) <= 8
     assert len(policy.acceptance._requests) <= 8
+
+
+def test_what_a_client_predicted_teaches_nothing_about_the_draft() -> None:
+    """Neither its acceptance nor the step's time: it was not drafted by what the lengths are decided for."""
+    curve = StepCurve(tuple(StepCost(rows, 1, 1, 10.0 + rows) for rows in (1, 2, 4)))
+    asked = [Asked(0, "", 10, 3, 50)]
+
+    def hazards(predicted: bool) -> list[float]:
+        lengths = MeasuredLengths(curve, StepCurve((StepCost(1, 1, 1, 1.0),)), {"": (0.5,)})
+        for start in range(20):
+            lengths.lengths(asked)
+            lengths.observe(StepRecord(0, start, 3, 0, 1, (0.0,), 1, 4, 1.0, 12.0, 0.0, predicted))
+        lengths.lengths(asked)
+        return lengths.acceptance.hazards(0, "", 3)
+
+    unread = MeasuredLengths(curve, None, {"": (0.5,)}).acceptance.hazards(0, "", 3)
+    assert hazards(True) == unread
+    assert hazards(False)[0] < unread[0]

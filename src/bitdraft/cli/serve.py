@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from ..serve.start import ServeConfig
 
 
-Draft = Annotated[str | None, typer.Option("--draft", help="Model that drafts, or ngram; none decodes plainly.")]
+Draft = Annotated[
+    str | None, typer.Option("--draft", help="Model that drafts, or ngram, or auto; none decodes plainly.")
+]
+DraftFolder = Annotated[
+    list[Path] | None, typer.Option(help="Folder with models that --draft auto may choose; may be repeated.")
+]
 DraftFormat = Annotated[str, typer.Option(help="Format of the draft, likewise.")]
 DraftKV = Annotated[str | None, typer.Option(help="Format of the draft's keys and values; none: as --kv.")]
 PlanFile = Annotated[
@@ -57,6 +62,7 @@ NoVLLMMetrics = Annotated[
 def serve(
     target: Target,
     draft: Draft = None,
+    draft_folder: DraftFolder = None,
     target_format: TargetFormat = "auto",
     draft_format: DraftFormat = "auto",
     kv: KV = None,
@@ -101,6 +107,7 @@ def serve(
         timeout=timeout,
         drain=drain,
         vllm_metrics=not no_vllm_metrics,
+        draft_folders=tuple(draft_folder or ()),
     )  # fmt: skip
     with interruptible("Nothing was served yet."):
         _run(_planned(config, plan), host, port, not no_cache)
@@ -127,13 +134,15 @@ def _run(config: "ServeConfig", host: str, port: int, use_cache: bool) -> None:
     with bind(host, port) as listening:
         with progress_bars() as bars:
             opened, plan = open_and_plan(config, bars, use_cache)
+        if opened.why:
+            err.print(opened.why, highlight=False, soft_wrap=True)
         for what, size in plan.rows():
             err.print(f"{what:>24} {size:>12}", highlight=False)
         plan.check()
+        log_to()
         with progress_bars() as bars:
             service = load_service(config, opened, plan, calibration_texts(), bars)
         address = listening.getsockname()
-        log_to()
         serve(
             service,
             listening,

@@ -108,6 +108,8 @@ class DraftRow:
         sampling: the request's sampling parameters; q is made by the same rules as p.
         history: token counts of `tokens`, for the penalties.
         randomness: the request's random decisions.
+        prediction: token ids that the caller expects the output to repeat; empty for none.
+        room: tokens that there is room to draft; `budget` is what is worth drafting by other means than a prediction.
     """
 
     request: int
@@ -117,6 +119,8 @@ class DraftRow:
     sampling: SamplingParams
     history: History
     randomness: Randomness
+    prediction: tuple[int, ...] = ()
+    room: int = 0
 
     @property
     def start(self) -> int:

@@ -54,7 +54,7 @@ def verify(
     """
     blocks = []
     for b, (row, tokens, p) in enumerate(zip(rows, proposal.tokens, target_probs, strict=True)):
-        q = None if proposal.probs is None or row.coupled else proposal.probs[b, : len(tokens)]
+        q = None if row.coupled else proposal.drawn_from(b)
         _check(tokens, p, q)
         row_rule = rule_for(rule, len(tokens), point_mass=q is None, coupled=row.coupled)
         if isinstance(p, PointMasses):

@@ -305,11 +305,12 @@ class MeasuredLengths:
             self._learn_times(step, records, some)
             seconds = some.draft_seconds + some.verify_seconds + some.other_seconds
             gain = sum(r.emitted for r in records.values()) * step.tables.plain / len(step.asked) - seconds
-            earned = self._probing * seconds + (_SHARE_OF_GAINS * max(gain, 0.0) if any(step.lengths) else 0.0)
+            ours = any(step.lengths) and not any(r.predicted for r in records.values())
+            earned = self._probing * seconds + (_SHARE_OF_GAINS * max(gain, 0.0) if ours else 0.0)
             self._saved = min(self._saved + earned, _SAVED_STEPS * step.tables.plain)
             for i, one in enumerate(step.asked):
                 record, known = records.get(one.request), self._requests.get(one.request)
-                if record and known and step.lengths[i]:
+                if record and known and step.lengths[i] and not record.predicted:
                     # The draft feeds all but the last token that it drafts; what was rejected is taken out again.
                     # Where it drafted nothing it is still reading, which has been paid for.
                     known.read = one.context + min(max(record.proposed - 1, 0), record.accepted)
@@ -341,8 +342,8 @@ class MeasuredLengths:
     def _learn_times(self, step: _Step, records: Mapping[int, StepRecord], some: StepRecord) -> None:
         """Compare the step's time with the curves, but for the target's where it read prompts, of which they know
         nothing."""
-        if any(one.request not in records for one in step.asked):
-            return
+        if any(one.request not in records or records[one.request].predicted for one in step.asked):
+            return  # what a caller's prediction drafted was not decided here, and cost nothing
         drafted = [records[one.request].proposed for one in step.asked]
         whole = some.rows == len(drafted) + sum(drafted) and all(one.unread == 1 for one in step.asked)
         rest = some.verify_seconds + some.other_seconds if whole else None

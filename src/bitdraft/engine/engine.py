@@ -273,7 +273,7 @@ class Engine:
         return self.target.forward(feeds) if feeds else torch.empty(0, self.target.vocab_size)
 
     def _propose(self, batch: Batch) -> Proposal:
-        if self.drafter and any(row.budget for row in batch.rows):
+        if self.drafter and any(row.budget or (row.prediction and row.room) for row in batch.rows):
             return self.drafter.propose(batch.rows)
         return Proposal(((),) * len(batch.rows))
 
@@ -330,6 +330,7 @@ class Engine:
                 draft_seconds=drafted - started,
                 verify_seconds=verified - drafted,
                 other_seconds=ended - verified,
+                predicted=b in proposal.predicted,
             )
             if self.lengths:
                 self.lengths.observe(record)

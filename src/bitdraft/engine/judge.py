@@ -102,7 +102,8 @@ def _without(batch: Batch, proposal: Proposal, failed: Mapping[Sequence, str]) -
         rows=tuple(batch.rows[b] for b in kept),
     )
     probs = None if proposal.probs is None else proposal.probs[kept]
-    return left, Proposal(tuple(proposal.tokens[b] for b in kept), probs)
+    predicted = frozenset(place for place, b in enumerate(kept) if b in proposal.predicted)
+    return left, Proposal(tuple(proposal.tokens[b] for b in kept), probs, predicted)
 
 
 def describe(error: Exception) -> str:

@@ -179,7 +179,7 @@ class Scheduler:
             else:
                 filling.append((s, count))
         lengths = self._draft_lengths(deciding)
-        rows_to_draft = tuple(s.draft_row(length) for s, length in zip(deciding, lengths, strict=True))
+        rows_to_draft = tuple(s.draft_row(length, self.budget(s)) for s, length in zip(deciding, lengths, strict=True))
         return Batch(tuple(filling), tuple(deciding), rows_to_draft)
 
     def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:

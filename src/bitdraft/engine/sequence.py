@@ -40,6 +40,7 @@ class Request:
         prompt_logprobs: the same for the tokens of the prompt.
         domain: what kind of traffic the request is, for the draft length and for statistics.
         max_draft: longest block to draft for it; 0 decodes it plainly, None leaves it to the engine.
+        prediction: token ids that the output is likely to repeat, for `drafters.predicted`.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Request:
     prompt_logprobs: int | None = None
     domain: str = ""
     max_draft: int | None = None
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(eq=False)
@@ -133,8 +135,8 @@ class Sequence:
         held = max((n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
         return self.text[: len(self.text) - held]
 
-    def draft_row(self, budget: int) -> DraftRow:
-        """This sequence as a drafter sees it."""
+    def draft_row(self, budget: int, room: int) -> DraftRow:
+        """This sequence as a drafter sees it, with the budget that was decided of the room that there is."""
         return DraftRow(
             request=self.request.number,
             tokens=self.tokens,
@@ -143,6 +145,8 @@ class Sequence:
             sampling=self.request.sampling,
             history=self.history,
             randomness=self.randomness,
+            prediction=self.request.prediction,
+            room=room,
         )
 
     def append(self, token: int, origin: Origin, context_length: int) -> None:

@@ -25,10 +25,13 @@ from .metrics import Metrics
 from .openapi import description
 from .page import page_routes
 from .prepare import Groups, Model, chat_prompt, check_ids
-from .respond import Call, EventStream, Form, events, unless_gone, whole
+from .respond import Call, Choices, EventStream, Form, Shape, unless_gone
 from .response_format import Compile
+from .responses import ResponsesShape
+from .responses_request import ResponsesRequest, as_chat, renamed
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
 from .settings import Settings
+from .tracing import Tracing
 from .worker import Ticket, Worker
 
 DOMAIN_HEADER = "x-bitdraft-domain"
@@ -48,6 +51,7 @@ class Service:
         max_batch: requests that run at once.
         clock: the worker's clock, seconds.
         draining: whether new requests are refused, for the server is about to stop.
+        tracing: makes traces of requests; None for none.
     """
 
     worker: Worker
@@ -60,6 +64,7 @@ class Service:
     clock: Callable[[], float] = perf_counter
     created: int = 0
     draining: bool = False
+    tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time())
@@ -107,23 +112,38 @@ def _domain(request: Request, body: Sampling) -> str:
     return tag
 
 
-Prepare = Callable[[Service, bytes, Request, float], tuple[Sampling, Form, Groups]]
+Prepared = tuple[Sampling, Form, Groups, Shape]
+Prepare = Callable[[Service, bytes, Request, float], Prepared]
 
 
-def _completion(service: Service, raw: bytes, request: Request, arrived: float) -> tuple[Sampling, Form, Groups]:
+def _completion(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
     body = read_model(CompletionRequest, raw, lenient=service.settings.lenient)
     service.check_name(body.model)
     domain = _domain(request, body)
     form, groups = completion(body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived)
-    return body, form, groups
+    return body, form, groups, Choices()
 
 
-def _chat(service: Service, raw: bytes, request: Request, arrived: float) -> tuple[Sampling, Form, Groups]:
+def _chat(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
     body = read_model(ChatRequest, raw, lenient=service.settings.lenient)
     service.check_name(body.model)
     domain = _domain(request, body)
     form, groups = chat(body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived)
-    return body, form, groups
+    return body, form, groups, Choices()
+
+
+def _response(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
+    body = read_model(ResponsesRequest, raw, lenient=service.settings.lenient)
+    service.check_name(body.model)
+    as_asked = as_chat(body)
+    domain = _domain(request, as_asked)
+    try:
+        form, groups = chat(
+            as_asked, service.model, service.settings.defaults, service.compile_grammar, domain, arrived
+        )
+    except ApiError as error:
+        raise renamed(error) from None
+    return as_asked, form, groups, ResponsesShape(body)
 
 
 async def generate(service: Service, request: Request, prepare: Prepare) -> Response | EventStream:
@@ -132,7 +152,7 @@ async def generate(service: Service, request: Request, prepare: Prepare) -> Resp
     deadline = asyncio.get_running_loop().time() + settings.timeout
     service.check_room(1)
     raw = await read_body(request, settings.max_body)
-    body, form, groups = await asyncio.to_thread(prepare, service, raw, request, arrived)
+    body, form, groups, shape = await asyncio.to_thread(prepare, service, raw, request, arrived)
     service.check_room(sum(map(len, groups.requests)))
     options = body.stream_options
     if options and not body.stream:
@@ -149,30 +169,34 @@ async def generate(service: Service, request: Request, prepare: Prepare) -> Resp
         max_draft=service.model.max_draft,
         deadline=deadline,
     )
-    notes = request.scope[NOTES]
     if call.stream:
         ticket = await service.worker.submit(groups.requests)
-        return EventStream(events(call, ticket), lambda: _ended(service, call, ticket, notes), settings.timeout + 5)
-    return JSONResponse(await unless_gone(request.receive, _whole(service, call, notes)))
+        return EventStream(
+            shape.events(call, ticket), lambda: _ended(service, call, ticket, request), settings.timeout + 5
+        )
+    return JSONResponse(await unless_gone(request.receive, _whole(service, call, shape, request)))
 
 
-async def _whole(service: Service, call: Call, notes: dict[str, Any]) -> dict[str, Any]:
+async def _whole(service: Service, call: Call, shape: Shape, request: Request) -> dict[str, Any]:
     ticket = await service.worker.submit(call.groups.requests)
     try:
-        return await whole(call, ticket)
+        return await shape.whole(call, ticket)
     finally:
-        _ended(service, call, ticket, notes)
+        _ended(service, call, ticket, request)
 
 
-def _ended(service: Service, call: Call, ticket: Ticket, notes: dict[str, Any]) -> None:
-    """Give up what still runs, and tell the log what there was."""
+def _ended(service: Service, call: Call, ticket: Ticket, request: Request) -> None:
+    """Give up what still runs, and tell the log and the traces what there was."""
     service.worker.cancel(ticket)
+    notes = request.scope[NOTES]
     usage = call.usage(ticket)
     notes["prompt_tokens"], notes["completion_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
     notes["finish"] = [progress.finish for progress in ticket.progress.values()]
     speculation = call.metrics(ticket)["speculative_decoding"]
     notes["drafted"] = speculation["num_draft_tokens"]
     notes["accepted"] = speculation["num_accepted_draft_tokens"]
+    if service.tracing:
+        service.tracing.record(call, ticket, request.headers, service.clock())
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -279,6 +303,7 @@ def create_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", posted(generate, _completion), methods=["POST"]),
         Route("/v1/chat/completions", posted(generate, _chat), methods=["POST"]),
+        Route("/v1/responses", posted(generate, _response), methods=["POST"]),
         Route("/tokenize", posted(tokenize), methods=["POST"]),
         Route("/detokenize", posted(detokenize), methods=["POST"]),
         Route("/v1/models", fixed(lambda: models(service))),

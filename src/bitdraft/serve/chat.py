@@ -6,7 +6,7 @@ from typing import Any
 
 from .faults import ApiError
 from .pieces import Piece, TokenNames, chat_logprobs, prompt_logprobs
-from .prepare import Asked, Groups, Model, chat_prompt, requests_for
+from .prepare import Asked, Groups, Model, chat_prompt, requests_for, text_of
 from .reading import AnswerReader, Parts, Reads, call_deltas, whole_calls
 from .reasoning import reasoning_of
 from .respond import Choice
@@ -150,11 +150,20 @@ def chat(
         domain=domain,
         arrived=arrived,
         keep=reads.markers,
+        prediction=_prediction(body, model),
     )
     groups = requests_for([prompt], body, asked, model, defaults)
     names = TokenNames(model.tokenizer, as_ids=body.return_tokens_as_token_ids)
     readers = [AnswerReader(reads, model.tokenizer.stream(keep=reads.markers)) for _ in range(body.n)]
     return ChatForm(body, groups, names, readers), groups
+
+
+def _prediction(body: ChatRequest, model: Model) -> tuple[int, ...]:
+    """The ids of the text that the client expects."""
+    if body.prediction is None:
+        return ()
+    text = text_of(body.prediction.content, "prediction.content")
+    return tuple(model.tokenizer.encode(text, add_bos=False))
 
 
 def _grammar(body: ChatRequest, model: Model, dialect: Dialect | None) -> Grammar | None:

@@ -19,6 +19,9 @@ from .respond import ClientGone
 NOTES = "bitdraft.notes"
 """Where in an ASGI scope endpoints put what the log is to say of their request."""
 
+POLLED = {"/health", "/info", "/metrics"}
+"""Paths that programs ask for every few seconds: logged at debug level, unless something is wrong."""
+
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[\w.:\-]{1,128}")
 
@@ -86,7 +89,12 @@ class Attended:
         finally:
             fields = {"method": scope["method"], "path": scope["path"], "status": status}
             seconds = round(self._clock() - started, 4)
-            _log.info("request", extra={"fields": notes | fields | {"seconds": seconds}})
+            quiet = scope["path"] in POLLED and status < 400
+            _log.log(
+                logging.DEBUG if quiet else logging.INFO,
+                "request",
+                extra={"fields": notes | fields | {"seconds": seconds}},
+            )
 
 
 class Keyed:

@@ -22,6 +22,7 @@ class Runs:
     Attributes:
         max_batch: requests that run at once.
         max_draft: longest block; 0 without a draft.
+        max_predicted: longest block that is drafted from a client's prediction.
         confidence: a block ends after a token that the draft finds less likely; 0 never.
         reasons: says how the draft length is chosen, and why so.
         prefix_cache: whether prefixes are shared.
@@ -29,6 +30,7 @@ class Runs:
 
     max_batch: int
     max_draft: int
+    max_predicted: int
     confidence: float
     reasons: Callable[[], str]
     prefix_cache: bool
@@ -42,6 +44,8 @@ def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> di
         draft = _model(opened.draft, opened.draft_recipe, pair.draft)
     elif opened.ngram:
         draft = {"name": NGRAM, "format": None, "bits": None, "device": "cpu", "kv_format": None, "kv_bits": None}
+    if draft is not None:
+        draft |= {"chosen": opened.why or None, "not_chosen": dict(opened.refused)}
     kernels = native.default()
     return {
         "server": "bitdraft",
@@ -51,7 +55,12 @@ def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> di
         "draft": draft,
         "max_model_len": pair.target.context_length,
         "max_batch": runs.max_batch,
-        "speculative": {"max_draft": runs.max_draft, "confidence": runs.confidence, "lossless": True},
+        "speculative": {
+            "max_draft": runs.max_draft,
+            "max_predicted": runs.max_predicted,
+            "confidence": runs.confidence,
+            "lossless": True,
+        },
         "prefix_cache": runs.prefix_cache,
         "memory_bytes": {**plan.parts, "all": plan.total},
         "machine": {
@@ -92,6 +101,7 @@ def _model(source: Source, recipe: Recipe, model: CachedModel) -> dict[str, Any]
         "kv_format": kv.name,
         "kv_bits": round(kv.bits_per_number(source.checkpoint.config.head_dim), 3),
         "kv_scales": _scales(kv),
+        "kv_scales_from": model.kv_scales_from,
         "kv_tokens": model.pool.num_blocks * model.pool.block_size,
         "context_length": model.context_length,
     }
@@ -99,7 +109,7 @@ def _model(source: Source, recipe: Recipe, model: CachedModel) -> dict[str, Any]
 
 def _scales(kv: KVFormat) -> str:
     if kv.needs_scales:
-        return "measured at load, one for each layer and head"
+        return "one for each layer and head"
     if kv.bits:
         return "of each block, beside its codes"
     return "of each token" if kv.bits_per_number(64) < 16 else "none needed"

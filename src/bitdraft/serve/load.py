@@ -29,6 +29,8 @@ class Opened:
         target, target_recipe: the target, and the format it is to run in.
         draft, draft_recipe: the draft likewise; None where no model drafts.
         ngram: whether n-grams draft.
+        why: why this draft, where nobody named it.
+        refused: models that were not chosen, each with the reason.
     """
 
     target: Source
@@ -36,11 +38,8 @@ class Opened:
     draft: Source | None
     draft_recipe: Recipe | None
     ngram: bool
-
-    @property
-    def speculates(self) -> bool:
-        """Whether anything drafts."""
-        return self.ngram or self.draft is not None
+    why: str = ""
+    refused: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +105,7 @@ def load_pair(
     draft_kv: str | None,
     calibration: Sequence[str],
     prefix_cache: bool = False,
+    max_rows: int | None = None,
     progress: Progress | None = None,
 ) -> Pair:
     """Load an opened pair.
@@ -119,6 +119,7 @@ def load_pair(
         kv, draft_kv: formats of keys and values; None for bf16, or f32 beside the format f32.
         calibration: texts for formats that need activation statistics.
         prefix_cache: keep what requests computed for others that begin alike.
+        max_rows: tokens of one text that the draft reads in a step, at most; None reads all.
         progress: called while weights are quantised.
 
     Raises:
@@ -151,4 +152,4 @@ def load_pair(
         progress=progress,
     )
     policy = Confidence(draft_length, confidence) if confidence else Fixed(draft_length)
-    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids))
+    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids, max_rows))

@@ -168,9 +168,8 @@ def plan_memory(
         parts["draft weights"] = weight_bytes(opened.draft, opened.draft_recipe)
         draft_per_token = kv_bytes(opened.draft.checkpoint.config, _kv_format(draft_kv, opened.draft_recipe))
     vocab = max(config.vocab_size, opened.target.tokenizer.vocab_size)
-    parts["logits of a step"] = logit_bytes(
-        vocab, max_batch, draft_length if opened.speculates else 0, model_draft=opened.draft is not None
-    )
+    # Without a draft as well: clients' predictions are drafts.
+    parts["logits of a step"] = logit_bytes(vocab, max_batch, draft_length, model_draft=opened.draft is not None)
     parts["activations of a step"] = ROWS * 4 * (8 * config.hidden_size + 3 * config.mlp_size)
     parts["the program"] = _PROGRAM
     longest = min(max_model_len or config.context_length, config.context_length)

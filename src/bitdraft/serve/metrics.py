@@ -137,7 +137,8 @@ class Metrics:
             for part, seconds in zip(("draft", "verify", "other"), parts[1:], strict=True):
                 self._step_seconds.labels(part).inc(seconds)
         if record.proposed:
-            self._add_block(progress, record.proposed, record.accepted, record.start, record.overlap)
+            overlap = () if record.predicted else record.overlap  # acceptance is the draft's, not the client's
+            self._add_block(progress, record.proposed, record.accepted, record.start, overlap)
 
     def _add_block(
         self, progress: Progress, drafted: int, accepted: int, start: int, overlap: tuple[float, ...]

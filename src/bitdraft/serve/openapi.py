@@ -6,6 +6,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from .. import __version__
+from .responses_request import ResponsesRequest
 from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 _REFS = "#/components/schemas/{model}"
@@ -14,6 +15,7 @@ _STRING = {"type": ["string", "null"]}
 _POSTS = {
     "/v1/completions": (CompletionRequest, "Continue prompts.", "Completion", True),
     "/v1/chat/completions": (ChatRequest, "Answer a conversation.", "ChatCompletion", True),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, as items.", "Response", True),
     "/tokenize": (TokenizeRequest, "Ids of a text or a conversation.", "Tokens", False),
     "/detokenize": (DetokenizeRequest, "Text of ids.", "DetokenizedText", False),
 }
@@ -70,6 +72,15 @@ def _responses() -> dict[str, Any]:
         "Error": _object("error", error=error),
         "Completion": answer(text_choice, "text_completion"),
         "ChatCompletion": answer(chat_choice, "chat.completion"),
+        "Response": _object(
+            "id object status model output usage",
+            id={"type": "string"},
+            object={"const": "response"},
+            status={"enum": ["completed", "incomplete"]},
+            model={"type": "string"},
+            output={"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
+            usage={"type": "object"},
+        ),
         "Tokens": _object("tokens count max_model_len", tokens=ids, count=count, max_model_len=count),
         "DetokenizedText": _object("prompt", prompt={"type": "string"}),
         "ModelList": _object("object data", object={"const": "list"}, data={"type": "array"}),

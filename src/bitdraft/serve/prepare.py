@@ -1,5 +1,6 @@
 """From what a client asked for to requests of the engine: prompts as ids, sampling values, a grammar."""
 
+import json
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Asked:
         domain: kind of traffic.
         arrived: when the call came.
         keep: special tokens that stay in the text.
+        prediction: ids that the answers are likely to repeat.
     """
 
     max_tokens: int | None
@@ -66,6 +68,7 @@ class Asked:
     domain: str
     arrived: float
     keep: tuple[str, ...] = ()
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass
@@ -159,9 +162,23 @@ def _plain(message: Message, at: int) -> dict[str, Any]:
     """A message as templates want it: content as one text; a developer is a system."""
     plain = message.model_dump(exclude_none=True)
     plain["content"] = text_of(message.content, f"messages[{at}].content")
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_called(call) for call in plain["tool_calls"]]
     if message.role == "developer":
         plain["role"] = "system"
     return plain
+
+
+def _called(call: Any) -> Any:
+    """An earlier call as templates want it: clients send the arguments as JSON text, templates write JSON of them."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def text_of(content: str | list[dict[str, Any]] | None, place: str) -> str:
@@ -197,6 +214,8 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
     groups = Groups(prompts)
     speculative = body.speculative
     max_draft = None if speculative is None else speculative.k if speculative.enabled else 0
+    if not model.max_draft and not asked.prediction:
+        max_draft = 0  # nothing drafts: no room has to be kept for it
     for prompt in prompts:
         room = model.context_length - len(prompt.ids)
         if room < 1 or not prompt.ids:
@@ -223,6 +242,7 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
                 prompt_logprobs=asked.prompt_logprobs,
                 domain=asked.domain,
                 max_draft=max_draft,
+                prediction=asked.prediction,
             )
             group.append((request, Progress(len(prompt.ids), asked.domain, asked.arrived)))
         groups.requests.append(group)

@@ -15,23 +15,27 @@ class Progress:
         prompt_tokens: length of its prompt.
         domain: what kind of traffic it is.
         arrived: when it came, in seconds of the worker's clock.
+        admitted: when its first step began; None before it has made one.
         first, last: when its first and its latest tokens came; None before.
         gap: seconds between the last two deliveries of tokens; None before the second.
         tokens: output tokens.
         cached: tokens of its prompt that the prefix cache held.
         steps: (drafted, accepted) of each step.
+        predicted: tokens drafted from the client's own prediction that stand in the output, and those that do not.
         finish: why it ended; None while it runs.
     """
 
     prompt_tokens: int
     domain: str
     arrived: float
+    admitted: float | None = None
     first: float | None = None
     last: float | None = None
     gap: float | None = None
     tokens: int = 0
     cached: int = 0
     steps: list[tuple[int, int]] = field(default_factory=list)
+    predicted: tuple[int, int] = (0, 0)
     finish: str | None = None
 
     def add(self, emission: Emission, record: StepRecord | None, time: float) -> None:
@@ -44,6 +48,9 @@ class Progress:
             self.tokens += len(emission.tokens)
         if record is not None:
             self.steps.append((record.proposed, record.accepted))
+            if record.predicted:
+                stands, (accepted, rejected) = min(record.accepted, record.emitted), self.predicted
+                self.predicted = accepted + stands, rejected + record.proposed - stands
 
 
 def shown_step(record: StepRecord) -> dict[str, Any]:

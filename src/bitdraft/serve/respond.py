@@ -111,8 +111,8 @@ class Call:
             "prompt_tokens_details": {"cached_tokens": sum(progress.cached for progress in first)},
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(progress.predicted[0] for progress in ticket.progress.values()),
+                "rejected_prediction_tokens": sum(progress.predicted[1] for progress in ticket.progress.values()),
                 **self.form.details(),
             },
         }
@@ -130,52 +130,71 @@ class Call:
         }
 
 
-async def whole(call: Call, ticket: Ticket) -> dict[str, Any]:
-    """Wait for all answers of a call, and give them as one response.
+class Shape(Protocol):
+    """How an answer is sent: whole, or as events. May raise `ApiError` in `whole`."""
 
-    Raises:
-        ApiError: one of them ended with an error.
-    """
-    by_request: dict[int, list[Update]] = defaultdict(list)
-    while updates := await _taken(call, ticket):
-        for update in updates:
-            by_request[update.emission.request].append(update)
-            _refuse_errors(update)
-    choices = []
-    for index, number in enumerate(ticket.progress):
-        piece = joined([u.emission for u in by_request[number]], include_stop=call.include_stop)
-        choices.append(call.form.whole(index, piece))
-    answer = call.envelope(choices, chunk=False)
-    return answer | {"usage": call.usage(ticket), "metrics": call.metrics(ticket)}
+    async def whole(self, call: Call, ticket: Ticket) -> dict[str, Any]:
+        """Wait for all of it."""
+        ...
+
+    def events(self, call: Call, ticket: Ticket) -> AsyncIterator[bytes]:
+        """As it comes."""
+        ...
 
 
-async def events(call: Call, ticket: Ticket) -> AsyncIterator[bytes]:
-    """The answers of a call as they come, as events."""
-    indexes = {number: index for index, number in enumerate(ticket.progress)}
-    try:
-        for choice in call.form.opening():
-            yield _event(_chunk(call, ticket, [choice]))
-        while updates := await _taken(call, ticket):
-            by_request: dict[int, list[Update]] = defaultdict(list)
+class Choices:
+    """The shape of completions and chats: a list of choices."""
+
+    async def whole(self, call: Call, ticket: Ticket) -> dict[str, Any]:
+        """Wait for all answers of a call, and give them as one response.
+
+        Raises:
+            ApiError: one of them ended with an error.
+        """
+        by_request: dict[int, list[Update]] = defaultdict(list)
+        while updates := await taken(call, ticket):
             for update in updates:
                 by_request[update.emission.request].append(update)
-            for number, its in by_request.items():
-                piece = joined([u.emission for u in its], include_stop=call.include_stop)
-                choices = call.form.chunks(indexes[number], piece)
-                if call.per_step and choices:
-                    choices[0]["steps"] = [shown_step(u.record) for u in its if u.record]
-                for choice in choices:
-                    yield _event(_chunk(call, ticket, [choice]))
-                _refuse_errors(its[-1])
-        if call.include_usage:
-            last = call.envelope([], chunk=True)
-            yield _event(last | {"usage": call.usage(ticket), "metrics": call.metrics(ticket)})
-    except ApiError as error:
-        yield _event(error.body())
-    yield b"data: [DONE]\n\n"
+                refuse_errors(update)
+        choices = []
+        for index, number in enumerate(ticket.progress):
+            piece = joined([u.emission for u in by_request[number]], include_stop=call.include_stop)
+            choices.append(call.form.whole(index, piece))
+        answer = call.envelope(choices, chunk=False)
+        return answer | {"usage": call.usage(ticket), "metrics": call.metrics(ticket)}
+
+    async def events(self, call: Call, ticket: Ticket) -> AsyncIterator[bytes]:
+        """The answers of a call as they come, as events."""
+        indexes = {number: index for index, number in enumerate(ticket.progress)}
+        try:
+            for choice in call.form.opening():
+                yield _event(_chunk(call, ticket, [choice]))
+            while updates := await taken(call, ticket):
+                by_request: dict[int, list[Update]] = defaultdict(list)
+                for update in updates:
+                    by_request[update.emission.request].append(update)
+                for number, its in by_request.items():
+                    piece = joined([u.emission for u in its], include_stop=call.include_stop)
+                    choices = call.form.chunks(indexes[number], piece)
+                    if call.per_step and choices:
+                        choices[0]["steps"] = [shown_step(u.record) for u in its if u.record]
+                    for choice in choices:
+                        yield _event(_chunk(call, ticket, [choice]))
+                    refuse_errors(its[-1])
+            if call.include_usage:
+                last = call.envelope([], chunk=True)
+                yield _event(last | {"usage": call.usage(ticket), "metrics": call.metrics(ticket)})
+        except ApiError as error:
+            yield _event(error.body())
+        yield b"data: [DONE]\n\n"
 
 
-async def _taken(call: Call, ticket: Ticket) -> list[Update]:
+async def taken(call: Call, ticket: Ticket) -> list[Update]:
+    """What happened since the last call; [] at the end.
+
+    Raises:
+        ApiError: the call's time is up.
+    """
     try:
         async with asyncio.timeout_at(None if math.isinf(call.deadline) else call.deadline):
             return await ticket.take()
@@ -192,7 +211,12 @@ def _chunk(call: Call, ticket: Ticket, choices: list[Choice]) -> dict[str, Any]:
     return chunk
 
 
-def _refuse_errors(update: Update) -> None:
+def refuse_errors(update: Update) -> None:
+    """Raise what a request ended with, if that was an error.
+
+    Raises:
+        ApiError: it was.
+    """
     if update.emission.error == STOPPING:
         raise ApiError(503, "the server is stopping.", code="stopping", headers={"retry-after": "10"})
     if update.emission.finish == "error":

@@ -9,6 +9,7 @@ from time import perf_counter
 
 import uvicorn
 
+from ..drafters.predicted import PredictedDrafter
 from ..engine.controller import DraftLengths
 from ..engine.engine import Engine
 from ..errors import UsageError
@@ -21,6 +22,7 @@ from .metrics import Metrics
 from .prepare import Model
 from .response_format import Compiler
 from .settings import Settings
+from .tracing import Tracing, configured_tracer
 from .worker import Worker, streams
 
 
@@ -73,7 +75,7 @@ def make_service(
     tokenizer = pair.opened.target.tokenizer
     engine = Engine(
         pair.target,
-        pair.drafter,
+        PredictedDrafter(pair.drafter),
         eos_ids=tokenizer.eos_ids,
         max_draft=max_draft,
         max_batch=max_batch,
@@ -82,10 +84,11 @@ def make_service(
         on_record=records.append,
     )
     longest = max_draft if pair.drafter else 0
+    tracer = configured_tracer()
     reasons = lengths.reasons if lengths and pair.drafter else lambda: "K = 0: there is no draft."
     metrics = Metrics(vllm=settings.vllm_metrics)
     worker = Worker(engine, records, metrics, perf_counter)
-    runs = info.Runs(max_batch, longest, confidence, reasons, prefix_cache)
+    runs = info.Runs(max_batch, longest, max_draft, confidence, reasons, prefix_cache)
     fixed = info.describe(pair, plan, settings, runs)
     return Service(
         worker=worker,
@@ -96,6 +99,7 @@ def make_service(
         compile_grammar=Compiler(tokenizer, pair.target.vocab_size),
         max_batch=max_batch,
         clock=perf_counter,
+        tracing=Tracing.starting(tracer, perf_counter()) if tracer else None,
     )
 
 

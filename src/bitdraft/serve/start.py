@@ -1,5 +1,6 @@
 """From the options of `bitdraft serve` to a service that can be started."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,12 +8,14 @@ from time import perf_counter
 
 from ..engine.controller import DraftLengths, FixedLengths, MeasuredLengths
 from ..engine.curve import AT_SERVE, CurveKey, StepCurve, cached_curve
+from ..errors import UsageError
 from ..models.cached import CachedModel
 from ..models.hub import cache_folder
-from ..quantize.load import Progress, Source
+from ..quantize.load import Progress, Source, open_source
 from .app import Service
+from .auto_draft import AUTO_DRAFT, choose_draft
 from .load import Opened, Pair, load_pair, open_pair
-from .memory import MemoryPlan, available_memory, plan_memory
+from .memory import ROWS, MemoryPlan, available_memory, plan_memory
 from .server import make_service
 from .settings import Defaults, Settings, read_defaults
 
@@ -23,6 +26,8 @@ TIMING_SECONDS = 4.0
 FEWEST_TOKENS = 64
 """Tokens of cache that each sequence of a timed step has at least."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -30,7 +35,7 @@ class ServeConfig:
 
     Attributes:
         target: name, folder, .gguf or hub id.
-        draft: the same, or 'ngram', or None for no speculation.
+        draft: the same, or 'ngram', or 'auto' for one that is chosen, or None for no speculation.
         target_format, draft_format: recipes, or 'auto'.
         kv, draft_kv: formats of keys and values; None for the default.
         draft_length: tokens drafted a step, at most; None follows what is measured.
@@ -43,6 +48,7 @@ class ServeConfig:
         names: that clients may use; without any, the target's.
         lenient, api_key, origins, max_queue, max_body, timeout, drain, vllm_metrics: see `Settings`.
         acceptance: of the draft, as it was measured: what a draft length that follows what is measured begins with.
+        draft_folders: where a draft is looked for beside the cache, if it is chosen.
     """
 
     target: str
@@ -68,6 +74,11 @@ class ServeConfig:
     drain: float
     vllm_metrics: bool
     acceptance: Mapping[str, Sequence[float]] | None = None
+    draft_folders: tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.draft_folders and self.draft != AUTO_DRAFT:
+            raise UsageError("--draft-folder says where to choose a draft from. Expected --draft auto with it.")
 
     @property
     def longest(self) -> int:
@@ -83,7 +94,13 @@ def open_and_plan(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    opened = open_pair(config.target, config.draft, config.target_format, config.draft_format, progress, use_cache)
+    draft, chosen = config.draft, None
+    if draft == AUTO_DRAFT:
+        chosen = choose_draft(open_source(config.target, progress, use_cache), config.draft_folders)
+        draft = chosen.draft
+    opened = open_pair(config.target, draft, config.target_format, config.draft_format, progress, use_cache)
+    if chosen:
+        opened = replace(opened, why=chosen.why, refused=chosen.refused)
     plan = plan_memory(
         opened,
         kv=config.kv,
@@ -109,6 +126,9 @@ def load_service(
     Raises:
         UsageError: a format that does not fit a model, or a generation_config.json that cannot be used.
     """
+    if opened.why:
+        fields = {"draft": opened.why, "not_chosen": dict(opened.refused)}
+        _log.info("draft chosen", extra={"fields": fields})
     folder = opened.target.path if opened.target.path.is_dir() else opened.target.path.parent
     defaults = read_defaults(folder) if config.generation_config else Defaults()
     settings = Settings(
@@ -133,6 +153,7 @@ def load_service(
         draft_kv=config.draft_kv,
         calibration=calibration,
         prefix_cache=config.prefix_cache,
+        max_rows=ROWS,
         progress=progress,
     )
     return make_service(

@@ -44,11 +44,13 @@ class Update:
         emission: what it added.
         record: how; None where no step was made, as for an error.
         time: when, in seconds of the worker's clock.
+        admitted: when the request's first step began; None where it had none.
     """
 
     emission: Emission
     record: StepRecord | None
     time: float
+    admitted: float | None = None
 
 
 class Ticket:
@@ -122,6 +124,7 @@ class Worker:
         self._engine, self._records, self._observer, self._clock = engine, records, observer, clock
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}
+        self._admitted: dict[int, float] = {}  # when first steps began; the engine's thread's own
         self._serials = itertools.count(1)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -211,7 +214,10 @@ class Worker:
                 command()
                 busy = True  # at most one empty turn
             if scheduler.running or scheduler.waiting:
+                started = self._clock()
                 emissions = self._step()
+                for number in (*(s.request.number for s in scheduler.running), *(e.request for e in emissions)):
+                    self._admitted.setdefault(number, started)
                 self.load = self._engine.load()
                 self._hand_over(emissions)
 
@@ -238,13 +244,17 @@ class Worker:
     def _cancel(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._engine.cancel(number)
+            self._admitted.pop(number, None)
         self.load = self._engine.load()
 
     def _hand_over(self, emissions: Sequence[Emission]) -> None:
         records = {record.request: record for record in self._records}
         self._records.clear()
         now = self._clock()
-        updates = [Update(e, records.get(e.request), now) for e in emissions]
+        updates = [Update(e, records.get(e.request), now, self._admitted.get(e.request)) for e in emissions]
+        for emission in emissions:
+            if emission.finish:
+                self._admitted.pop(emission.request, None)
         if updates:
             self._call(lambda: self._deliver(updates))
 
@@ -265,6 +275,7 @@ class Worker:
                 del self._tickets[number]
             progress = ticket.progress[number]
             progress.add(update.emission, update.record, update.time)
+            progress.admitted = update.admitted
             self._observer.step(progress, update)
             if update.emission.finish:
                 self._observer.end(progress, update.time)
