@@ -8,6 +8,7 @@ from typing import Any, Self
 import httpx2 as httpx
 import uvicorn
 
+from bitdraft.drafters.model import ModelDrafter
 from bitdraft.serve.app import Service, create_app
 from bitdraft.serve.server import bind
 
@@ -35,6 +36,13 @@ class Running:
         self._server.should_exit = True
         self._thread.join(30)
         self._socket.close()
+
+    @property
+    def drafter(self) -> ModelDrafter:
+        """What asks the draft model, under what follows predictions."""
+        drafter = self.service.worker._engine.drafter._otherwise
+        assert isinstance(drafter, ModelDrafter)
+        return drafter
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         """The answer to a request that must succeed."""

@@ -65,8 +65,7 @@ def test_who_stays_is_told_what_it_is_told_alone_u68_u84_u85(
             gone.result(60)
             assert ids(answer.result(60)) == alone
         assert copy.idle()
-    draft = copy.service.worker._engine.drafter._model  # type: ignore[union-attr]
-    blocks = draft.blocks()
+    blocks = copy.drafter._model.blocks()
     assert blocks.available == blocks.total
     after = copy.complete(prompts[1], **sampling)
     assert ids(after) == alone

@@ -70,14 +70,14 @@ def assert_nothing_is_held(running: Running) -> None:
     engine = running.service.worker._engine
     load = engine.load()
     assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
-    draft = engine.drafter._model
-    for model in (engine.target, draft):
+    for model in (engine.target, running.drafter._model):
         assert isinstance(model, CachedModel)
         blocks = model.blocks()
         assert blocks.free + blocks.cached == blocks.total
         assert not model._tables
         assert not model._paths
-    assert not engine.drafter._cached
+    assert not running.drafter._cached
+    assert not engine.drafter._places
     assert not running.service.worker._tickets
     assert not running.service.worker._records
 

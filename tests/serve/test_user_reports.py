@@ -121,7 +121,7 @@ def test_target_and_draft_are_fed_the_same_ids_with_one_beginning_u54(folders: P
     messages = [{"role": "system", "content": "hello"}, {"role": "user", "content": "world"}]
     with start_tiny(tmp_path, str(folders / "draft")) as running:
         engine = running.service.worker._engine
-        for name, model in (("target", engine.target), ("draft", engine.drafter._model)):  # type: ignore[union-attr]
+        for name, model in (("target", engine.target), ("draft", running.drafter._model)):
             _watch(model, fed[name])
         answer = running.post(CHAT, messages=messages, max_tokens=4, temperature=0, return_token_ids=True)
         shown = running.post("/tokenize", messages=messages)["tokens"]
