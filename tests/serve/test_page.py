@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from parrot import parrot_service
 from running import Running, start
@@ -42,30 +42,30 @@ def tags() -> list[tuple[str, dict[str, str | None]]]:
 
 
 def test_the_page_and_its_parts_need_no_key_and_nothing_else_is_there(server: Running) -> None:
-    index = httpx.get(server.url + "/")
+    index = httpx2.get(server.url + "/")
     assert (index.status_code, index.text) == (200, HTML)
     for path in WEB.iterdir():
         if path.name != "index.html":
-            answer = httpx.get(f"{server.url}/web/{path.name}")
+            answer = httpx2.get(f"{server.url}/web/{path.name}")
             assert (answer.status_code, answer.content) == (200, path.read_bytes())
             assert answer.headers["content-type"] == TYPES[path.suffix]
-    assert httpx.get(server.url + "/info").status_code == 401
+    assert httpx2.get(server.url + "/info").status_code == 401
     for wrong in ("/web/", "/web/nothing.js", "/web/%2e%2e/app.py", "/web/%2e%2e/info"):
-        assert httpx.get(server.url + wrong).status_code == 404
+        assert httpx2.get(server.url + wrong).status_code == 404
 
 
 def test_an_unchanged_file_is_not_sent_again(server: Running) -> None:
-    first = httpx.get(server.url + "/web/app.js")
+    first = httpx2.get(server.url + "/web/app.js")
     assert first.headers["cache-control"] == "no-cache"
     for tags_known in (first.headers["etag"], f'"other", W/{first.headers["etag"]}'):
-        again = httpx.get(server.url + "/web/app.js", headers={"if-none-match": tags_known})
+        again = httpx2.get(server.url + "/web/app.js", headers={"if-none-match": tags_known})
         assert (again.status_code, again.content) == (304, b"")
-    assert httpx.get(server.url + "/web/app.js", headers={"if-none-match": '"other"'}).status_code == 200
+    assert httpx2.get(server.url + "/web/app.js", headers={"if-none-match": '"other"'}).status_code == 200
 
 
 def test_the_policy_allows_this_server_only(server: Running) -> None:
     for path in ("/", "/web/app.js", "/web/icon.svg"):
-        headers = httpx.get(server.url + path).headers
+        headers = httpx2.get(server.url + path).headers
         assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"

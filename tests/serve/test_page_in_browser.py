@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 from chromium import FOUND, Chromium, Tab
 from parrot import Parrot, parrot_service
@@ -316,7 +316,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Chromium, folder: Path)
         assert stored == ['{"bitdraft.key":"secret"}', "{}", ""]
         tab.load(made.url + "/")
         tab.wait("document.getElementById('model').textContent.includes('chick')")
-        assert httpx.get(made.url + "/info").status_code == 401
+        assert httpx2.get(made.url + "/info").status_code == 401
 
 
 def test_tokens_fit_the_text_however_a_stream_is_cut(tab: Tab) -> None:
