@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bitdraft.decoding.lookahead import Fixed
 from bitdraft.decoding.protocols import Drafter
@@ -61,8 +60,7 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(smollm2: Path) -> Model:
-    with torch.inference_mode():
-        return Model(smollm2)
+    return Model(smollm2)
 
 
 def test_json_under_a_schema_is_valid_and_the_same_with_drafts(model: Model) -> None:

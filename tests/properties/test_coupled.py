@@ -317,8 +317,8 @@ class Named:
 def clocks_named_by_the_block(patch: pytest.MonkeyPatch) -> None:
     honest = sequence_module.Sequence.draft_row
 
-    def draft_row(self: sequence_module.Sequence, budget: int) -> object:
-        row = honest(self, budget)
+    def draft_row(self: sequence_module.Sequence, budget: int, room: int) -> object:
+        row = honest(self, budget, room)
         return replace(row, randomness=Named(row.randomness, row.start))
 
     patch.setattr(sequence_module.Sequence, "draft_row", draft_row)

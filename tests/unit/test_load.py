@@ -7,6 +7,7 @@ not count), U13 (plain and speculative by the request's own field).
 import asyncio
 import json
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -334,6 +335,15 @@ def test_an_interrupted_run_goes_on(tmp_path):
             Results(tmp_path, replace(given, seed=1), resume=True)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C as in a terminal: a program that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_was_measured(tmp_path):
     def press(done: int, total: int, label: str) -> None:
         if done == 3:

@@ -11,6 +11,7 @@ from model_files import config, write_folder, write_gguf
 from bitdraft.formats import Recipe
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.decoder import Decoder, PreparedModel
+from bitdraft.ops.machine import Slab
 from bitdraft.quantize.load import Source, load_model, open_source
 from bitdraft.quantize.store import Store, key_of
 from bitdraft.types import Feed
@@ -173,3 +174,10 @@ def test_layers_that_differ_are_restored_as_they_were(tmp_path: Path, monkeypatc
     first = loaded(source).forward([feed])
     monkeypatch.setattr("bitdraft.quantize.load.quantize", None)
     assert torch.equal(loaded(source).forward([feed]), first)
+
+
+def test_memory_that_was_cut_in_inference_mode_is_written_outside_of_it_too() -> None:
+    slab = Slab()
+    with torch.inference_mode():
+        slab.take(100).fill_(1)
+    slab.take(100).fill_(2)

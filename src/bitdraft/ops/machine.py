@@ -76,9 +76,11 @@ class Slab:
     def take(self, size: int) -> Tensor:
         """Bytes that are 64-byte aligned: [size] uint8, not initialised."""
         padded = -(-size // 64) * 64
-        if padded > len(self._left):
-            self._left = _pages(max(padded, self.SIZE) if padded < self.SIZE // 4 else padded)
-        taken, self._left = self._left[:size], self._left[padded:]
+        # What is left outlives the caller's inference mode, and its tensors must not be written outside of one.
+        with torch.inference_mode(False):
+            if padded > len(self._left):
+                self._left = _pages(max(padded, self.SIZE) if padded < self.SIZE // 4 else padded)
+            taken, self._left = self._left[:size], self._left[padded:]
         return taken
 
 
