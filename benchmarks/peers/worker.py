@@ -5,43 +5,18 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from protocol import Job
 from systems import System
 
+from bitdraft.ops.hardware import Ticks
+
 
 class WorkerError(RuntimeError):
     """A worker could not load, answered with an error, or died."""
-
-
-@dataclass(frozen=True)
-class _Ticks:
-    """Processor time since the machine started, in ticks of the kernel's clock.
-
-    Attributes:
-        total: of all processors. used: by anyone, other guests of the same host among them. own: by the worker.
-    """
-
-    total: int
-    used: int
-    own: int
-
-    @classmethod
-    def now(cls, process: int) -> "_Ticks":
-        user, nice, system, idle, wait, irq, soft_irq, steal = map(
-            int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
-        )
-        used = user + nice + system + irq + soft_irq + steal
-        of_process = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return cls(used + idle + wait, used, int(of_process[11]) + int(of_process[12]))
-
-    def others_since(self, before: "_Ticks") -> float:
-        """The share of the machine that others used."""
-        others = (self.used - before.used) - (self.own - before.own)
-        return max(0.0, others / max(1, self.total - before.total))
 
 
 class Worker:
@@ -94,15 +69,15 @@ class Worker:
             WorkerError: the worker answered with an error, or died.
         """
         os.kill(self._process.pid, signal.SIGCONT)
-        before = _Ticks.now(self._process.pid)
+        before = Ticks.now(self._process.pid)
         try:
             print(json.dumps({"do": do, **arguments}), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             raise self._death() from None
         answer = self._answer()
-        after = _Ticks.now(self._process.pid)
+        after = Ticks.now(self._process.pid)
         os.kill(self._process.pid, signal.SIGSTOP)
-        return {**answer, "other_cpu": after.others_since(before)}
+        return {**answer, "other_cpu": after.others_since(before) if before and after else 0.0}
 
     def close(self) -> None:
         """End the process."""

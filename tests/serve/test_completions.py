@@ -13,7 +13,9 @@ from conftest import CONTEXT, serve_config, start_tiny
 from running import Running, start
 
 from bitdraft.quantize.load import load_model, open_source, recipe_for
+from bitdraft.serve.completions import completion
 from bitdraft.serve.generate import GenerateConfig, load
+from bitdraft.serve.schemas import CompletionRequest
 from bitdraft.serve.start import load_service, open_and_plan
 from bitdraft.types import Feed, SamplingParams
 
@@ -88,6 +90,16 @@ def test_http_and_python_draft_and_accept_the_same_u07(folders: Path, copy: Runn
         assert steps["per_step_drafted"] == [r.proposed for r in generator.records]
         assert steps["per_step_accepted"] == [r.accepted for r in generator.records]
         assert steps["num_accepted_draft_tokens"] > 0
+
+
+def test_every_answer_has_a_grammar_of_its_own(copy: Running) -> None:
+    body = CompletionRequest(prompt=[TEXT, "12 12"], n=2, guided_choice=["hello world", "hello you"], seed=1)
+    service = copy.service
+    _, groups = completion(body, service.model, service.settings.defaults, service.compile_grammar, "", 0.0)
+    grammars = [request.constraint for group in groups.requests for request, _ in group]
+    assert len({id(grammar._walker) for grammar in grammars}) == 4
+    sampled = copy.complete([TEXT, "12 12"], n=2, guided_choice=["hello world", "hello you"], seed=1, max_tokens=24)
+    assert {choice["text"] for choice in sampled["choices"]} <= {"hello world", "hello you"}
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])

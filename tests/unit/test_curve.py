@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from bitdraft.engine.curve import AT_LOAD, CurveKey, Grid, StepCost, StepCurve, 
 from bitdraft.errors import UsageError
 from bitdraft.models.cached import CachedModel
 from bitdraft.ops import Ragged
+from bitdraft.ops.hardware import Ticks
 
 Price = Callable[[int, int, int], float]
 
@@ -276,10 +277,23 @@ def test_progress_counts_up():
 KEY = CurveKey("a processor", "avx2", 2, "0.1.0", "model.gguf", 1000, 17, "w4a8", "bf16")
 
 
-def kept(model: CachedModel, decoder: PricedDecoder, folder: Path, key: CurveKey = KEY, grid: Grid = SMALL) -> bool:
+def ticks_of(others: float) -> Callable[[], Ticks]:
+    """A machine of which we use a half, and others so much of the rest."""
+    times = count(0, 1000)
+    return lambda: Ticks(total := next(times), int(total * (0.5 + others)), total // 2)
+
+
+def kept(
+    model: CachedModel,
+    decoder: PricedDecoder,
+    folder: Path,
+    key: CurveKey = KEY,
+    grid: Grid = SMALL,
+    ticks: Callable[[], Ticks | None] = lambda: None,
+) -> bool:
     """Whether the curve came from the file; it is right in any case."""
     before = len(decoder.calls)
-    curve = cached_curve(model, key, folder, decoder.clock, 100.0, grid)
+    curve = cached_curve(model, key, folder, decoder.clock, 100.0, grid, ticks)
     assert curve.seconds(8, 64, 3) == pytest.approx(price(8, 64, 3))
     return len(decoder.calls) == before
 
@@ -288,9 +302,28 @@ def test_the_same_question_is_measured_once(tmp_path):
     model, decoder = priced()
     assert not kept(model, decoder, tmp_path / "a" / "curves")
     assert kept(model, decoder, tmp_path / "a" / "curves")
-    first, again = (cached_curve(model, KEY, tmp_path / "b", decoder.clock, 100.0, SMALL) for _ in range(2))
+    first, again = (
+        cached_curve(model, KEY, tmp_path / "b", decoder.clock, 100.0, SMALL, lambda: None) for _ in range(2)
+    )
     assert first == again
     assert [path.suffix for path in (tmp_path / "b").iterdir()] == [".json"], "one file, and no half one"
+
+
+def test_a_curve_of_a_busy_machine_is_not_kept(tmp_path):
+    model, decoder = priced()
+    assert not kept(model, decoder, tmp_path, ticks=ticks_of(others=0.3))
+    assert not kept(model, decoder, tmp_path, ticks=ticks_of(others=0.01))
+    assert kept(model, decoder, tmp_path, ticks=ticks_of(others=0.3))
+
+
+def test_what_others_use_is_read_from_the_system(tmp_path):
+    (tmp_path / "proc" / "7").mkdir(parents=True)
+    (tmp_path / "proc" / "7" / "stat").write_text("7 (a (b) c) S " + " ".join(map(str, range(1, 30))))
+    (tmp_path / "proc" / "stat").write_text("cpu  50 0 20 100 10 0 0 20 0 0\ncpu0 1 2\n")
+    now = Ticks.now(7, tmp_path)
+    assert now == Ticks(total=200, used=90, own=11 + 12)
+    assert now.others_since(Ticks(100, 40, 13)) == pytest.approx((50 - 10) / 100)
+    assert Ticks.now(8, tmp_path) is None
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(CurveKey)])

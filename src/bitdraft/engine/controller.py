@@ -168,6 +168,7 @@ class MeasuredLengths:
         draft: StepCurve | None,
         prior: Mapping[str, Sequence[float]] | None = None,
         probing: float = 0.01,
+        reading: float | None = None,
     ) -> None:
         """Start from measured curves.
 
@@ -175,8 +176,9 @@ class MeasuredLengths:
             target, draft: step times of both models; no draft curve for drafts that are looked up.
             prior: acceptance that was measured before, by domain and position, see `Acceptance`.
             probing: share of the time that drafts may cost which are not expected to pay.
+            reading: seconds a token that the draft takes to read a text, see `StepTimes`.
         """
-        self.times, self.acceptance = StepTimes(target, draft), Acceptance(prior or {})
+        self.times, self.acceptance = StepTimes(target, draft, reading), Acceptance(prior or {})
         self._probing = probing
         self._saved = 0.0  # seconds that probes may cost
         self._requests: dict[int, _Known] = {}

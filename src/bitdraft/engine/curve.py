@@ -98,6 +98,13 @@ AT_SERVE = Grid(rows=(1, 2, 4, 8), contexts=(128, 2048), batches=(1, 4, 16), rep
 """For a server, whose batches are larger. Single sequences come first, so that a short time still tells something."""
 
 
+AT_READING = Grid(rows=(64,), contexts=(64,), batches=(1,), repeats=2)
+"""For a draft that reads a text: a row among many costs a part of what it costs in a step of few."""
+
+QUIET = 0.15
+"""Of the machine: what others may use while a curve is measured that is to be kept."""
+
+
 @dataclass(frozen=True)
 class StepCurve:
     """What a step costs, by rows, context and batch.
@@ -335,16 +342,19 @@ def cached_curve(
     clock: Callable[[], float],
     budget_s: float,
     grid: Grid = AT_LOAD,
+    ticks: Callable[[], hardware.Ticks | None] = hardware.Ticks.now,
 ) -> StepCurve:
     """The curve that was measured before, or one that is measured now and kept.
 
     A file that is missing, damaged or about something else is measured anew. A folder that cannot be written is no
-    error: the next load measures again.
+    error: the next load measures again. So it does where others used more than `QUIET` of the machine meanwhile: what
+    steps cost beside them is no use later.
 
     Args:
         model, clock, budget_s, grid: see `measure_curve`.
         key: what the curve is about.
         folder: where curves are kept, such as `cache_folder() / "curves"`.
+        ticks: time of the processors so far.
 
     Raises:
         UsageError: the cache of the model is too small for any step.
@@ -357,7 +367,11 @@ def cached_curve(
         kept = json.loads(path.read_text(encoding="utf-8"))
         if {part: kept[part] for part in about} == about:
             return StepCurve(tuple(StepCost(**step) for step in kept["steps"]))
+    before = ticks()
     curve = measure_curve(model, clock, budget_s, wanted)
+    after = ticks()
+    if before and after and after.others_since(before) > QUIET:
+        return curve
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         _replace(path, json.dumps({**about, "steps": [asdict(step) for step in curve.steps]}, indent=1) + "\n")

@@ -72,19 +72,22 @@ class _Ratio:
 class StepTimes:
     """Predicts step times and learns from observed ones."""
 
-    def __init__(self, target: StepCurve, draft: StepCurve | None) -> None:
+    def __init__(self, target: StepCurve, draft: StepCurve | None, reading: float | None = None) -> None:
         """Take the curves.
 
         Args:
             target: of the target.
             draft: of the draft model; None for drafts that are looked up and not computed, whose time is observed.
+            reading: seconds a token that the draft takes to read a text; None for those of a row of its widest step.
         """
         self._target, self._draft = target, draft
         self._ratios: dict[tuple[Part, int, int], _Ratio] = {}
         self._raw: dict[tuple[int, int, int], Tables] = {}
         self._look_up = 0.0  # seconds a sequence, where there is no draft model
-        rows = max((step.rows for step in draft.steps), default=1) if draft else 1
-        self._catch_up = draft.seconds(rows, _CONTEXT_STEP) / rows if draft else 0.0
+        if reading is None:
+            rows = max((step.rows for step in draft.steps), default=1) if draft else 1
+            reading = draft.seconds(rows, _CONTEXT_STEP) / rows if draft else 0.0
+        self._catch_up = reading
 
     def at(self, batch: int, context: int, k: int) -> Tables:
         """The times of steps of `batch` sequences, up to k drafted tokens each, with `context` tokens in each cache."""

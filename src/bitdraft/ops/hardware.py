@@ -15,6 +15,36 @@ from .machine import Slab
 _SYSTEM = Path("/")
 
 
+@dataclass(frozen=True)
+class Ticks:
+    """Time of the processors so far, in ticks of the system.
+
+    Attributes:
+        total: of all of them. used: by anyone, other guests of the same host among them. own: by one process.
+    """
+
+    total: int
+    used: int
+    own: int
+
+    @classmethod
+    def now(cls, process: int | str = "self", root: Path = _SYSTEM) -> "Ticks | None":
+        """The ticks up to now; None where the system does not say."""
+        try:
+            counts = (root / "proc/stat").read_text().split(maxsplit=9)[1:9]
+            user, nice, system, idle, wait, irq, soft_irq, steal = map(int, counts)
+            of_process = (root / f"proc/{process}/stat").read_text().rpartition(")")[2].split()
+            used = user + nice + system + irq + soft_irq + steal
+            return cls(used + idle + wait, used, int(of_process[11]) + int(of_process[12]))
+        except (OSError, ValueError, IndexError):
+            return None
+
+    def others_since(self, before: "Ticks") -> float:
+        """The share of the machine that others used."""
+        others = (self.used - before.used) - (self.own - before.own)
+        return max(0.0, others / max(1, self.total - before.total))
+
+
 def processor(root: Path = _SYSTEM) -> str:
     """The processor's name."""
     names = _cpuinfo(root, "model name")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..formats import Recipe, get_kv_format
+from ..formats import KVFormat, Recipe, get_kv_format
 from ..models import hub
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, open_checkpoint
@@ -72,6 +72,19 @@ def recipe_for(name: str, source: Source) -> Recipe:
     return Recipe.parse("stored" if isinstance(source.checkpoint, QuantizedCheckpoint) else "bf16")
 
 
+def kv_format_of(source: Source, recipe: Recipe, kv: str | None) -> KVFormat:
+    """The format of a model's keys and values: `kv`, or where that is None what suits the model.
+
+    That is f32 beside float32 activations, fp8 for a folder that has scales for it, and bf16 otherwise.
+
+    Raises:
+        UsageError: there is no such format.
+    """
+    if kv is None and recipe.format.activation == "f32":
+        kv = "f32"  # only the oracle format keeps more of keys and values than bfloat16 does
+    return get_kv_format(kv or ("fp8" if folder_scales(source.checkpoint) else "bf16"))
+
+
 def load_model(
     source: Source,
     recipe: Recipe,
@@ -96,9 +109,8 @@ def load_model(
             Ids that the target's tokenizer does not know are never emitted.
         context_length: a smaller limit than the model's own.
         calibration: token ids of texts, for recipes that need them.
-        kv: format of keys and values, see `formats.kv`; None for f32 beside float32 activations, fp8 for a folder
-            that has scales for it, and bf16 otherwise. fp8 takes its scales from the folder, or finds them from
-            `calibration`; `CachedModel.kv_scales_from` says which.
+        kv: format of keys and values, see `formats.kv` and `kv_format_of`. fp8 takes its scales from the folder, or
+            finds them from `calibration`; `CachedModel.kv_scales_from` says which.
         prefix_cache: keep what requests computed for others that begin alike.
         progress: called while weights are quantised.
 
@@ -106,9 +118,8 @@ def load_model(
         PairError: the vocabularies of draft and target differ in meaning.
         UsageError: an unknown `kv`, or one that needs `calibration` without that.
     """
-    scales = folder_scales(source.checkpoint) if kv in (None, "fp8") else None
-    # Only the oracle format keeps more of keys and values than bfloat16 does.
-    kv_format = get_kv_format(kv or ("f32" if recipe.format.activation == "f32" else "fp8" if scales else "bf16"))
+    kv_format = kv_format_of(source, recipe, kv)
+    scales = folder_scales(source.checkpoint) if kv_format.needs_scales else None
     shared = check_pair(target.tokenizer, source.tokenizer) if target else None
     longest = min(context_length or kv_tokens, kv_tokens, source.checkpoint.config.context_length)
     decoder = Decoder(_prepared(source, recipe, rng, calibration, progress), longest)
@@ -122,7 +133,7 @@ def load_model(
         context_length=context_length,
         kv=kv_format,
         prefix_cache=prefix_cache,
-        kv_scales=scales.layers if scales and kv_format.needs_scales else None,
+        kv_scales=scales.layers if scales else None,
         kv_scales_from=scales.origin if scales else None,
     )
 

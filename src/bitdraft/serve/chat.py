@@ -2,6 +2,7 @@
 
 import secrets
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from .faults import ApiError
@@ -146,7 +147,7 @@ def chat(
         max_tokens=limits[0] if limits else None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
-        constraint=compile_grammar(grammar, after) if grammar else None,
+        constraint=partial(compile_grammar, grammar, after) if grammar else None,
         domain=domain,
         arrived=arrived,
         keep=reads.markers,

@@ -1,5 +1,7 @@
 """`/v1/completions`: a prompt, continued."""
 
+from functools import partial
+
 from ..models.tokenizer import Tokenizer
 from .faults import ApiError
 from .pieces import LegacyLogprobs, Piece, TokenNames, prompt_logprobs
@@ -109,7 +111,7 @@ def completion(
         max_tokens=next(n for n in (body.max_tokens, defaults.max_tokens, DEFAULT_MAX_TOKENS) if n is not None),
         logprobs=body.logprobs,
         prompt_logprobs=max(counts, default=None),
-        constraint=compile_grammar(grammar) if grammar else None,
+        constraint=partial(compile_grammar, grammar) if grammar else None,
         domain=domain,
         arrived=arrived,
     )

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UsageError
-from ..formats import KVFormat, Recipe, get_kv_format
+from ..formats import KVFormat, Recipe
 from ..models.config import ModelConfig
-from ..quantize.load import Source
+from ..quantize.load import Source, kv_format_of
 from .load import Opened
 
 ROWS = 512
@@ -162,11 +162,13 @@ def plan_memory(
     """
     config = opened.target.checkpoint.config
     parts = {"target weights": weight_bytes(opened.target, opened.target_recipe)}
-    per_token = kv_bytes(config, _kv_format(kv, opened.target_recipe))
+    per_token = kv_bytes(config, kv_format_of(opened.target, opened.target_recipe, kv))
     draft_per_token = 0.0
     if opened.draft and opened.draft_recipe:
         parts["draft weights"] = weight_bytes(opened.draft, opened.draft_recipe)
-        draft_per_token = kv_bytes(opened.draft.checkpoint.config, _kv_format(draft_kv, opened.draft_recipe))
+        draft_per_token = kv_bytes(
+            opened.draft.checkpoint.config, kv_format_of(opened.draft, opened.draft_recipe, draft_kv)
+        )
     vocab = max(config.vocab_size, opened.target.tokenizer.vocab_size)
     # Without a draft as well: clients' predictions are drafts.
     parts["logits of a step"] = logit_bytes(vocab, max_batch, draft_length, model_draft=opened.draft is not None)
@@ -192,7 +194,3 @@ def plan_memory(
     if opened.draft:
         parts["draft keys and values"] = int(tokens * draft_per_token)
     return MemoryPlan(parts, available, context, tokens)
-
-
-def _kv_format(name: str | None, recipe: Recipe) -> KVFormat:
-    return get_kv_format(name or ("f32" if recipe.format.activation == "f32" else "bf16"))

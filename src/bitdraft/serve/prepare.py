@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Asked:
     Attributes:
         max_tokens: output tokens at most; None for what the context leaves.
         logprobs, prompt_logprobs: likeliest tokens to report; None reports nothing.
-        constraint: the grammar, None for any text.
+        constraint: makes the grammar of one answer, which no other may share; None for any text.
         domain: kind of traffic.
         arrived: when the call came.
         keep: special tokens that stay in the text.
@@ -64,7 +64,7 @@ class Asked:
     max_tokens: int | None
     logprobs: int | None
     prompt_logprobs: int | None
-    constraint: Constraint | None
+    constraint: Callable[[], Constraint] | None
     domain: str
     arrived: float
     keep: tuple[str, ...] = ()
@@ -237,7 +237,7 @@ def requests_for(prompts: list[Prompt], body: Sampling, asked: Asked, model: Mod
                 prompt=prompt.ids,
                 sampling=sampling,
                 text=OutputText(stream, frozenset() if body.include_stop_str_in_output else ending),
-                constraint=asked.constraint,
+                constraint=asked.constraint() if asked.constraint else None,
                 logprobs=asked.logprobs,
                 prompt_logprobs=asked.prompt_logprobs,
                 domain=asked.domain,

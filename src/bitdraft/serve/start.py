@@ -7,7 +7,7 @@ from pathlib import Path
 from time import perf_counter
 
 from ..engine.controller import DraftLengths, FixedLengths, MeasuredLengths
-from ..engine.curve import AT_SERVE, CurveKey, StepCurve, cached_curve
+from ..engine.curve import AT_READING, AT_SERVE, CurveKey, Grid, StepCurve, cached_curve
 from ..errors import UsageError
 from ..models.cached import CachedModel
 from ..models.hub import cache_folder
@@ -179,12 +179,21 @@ def _lengths(config: ServeConfig, pair: Pair) -> DraftLengths | None:
     if pair.draft is None or opened.draft is None or opened.draft_recipe is None:
         return MeasuredLengths(target, None, config.acceptance)
     draft = _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder)
-    return MeasuredLengths(target, draft, config.acceptance)
+    (step,) = _timed(pair.draft, opened.draft, opened.draft_recipe.name, folder, _reading(pair.draft)).steps
+    return MeasuredLengths(target, draft, config.acceptance, reading=step.ms / 1000 / step.rows)
 
 
 def _curve(model: CachedModel, source: Source, recipe: str, folder: Path) -> StepCurve:
     batches = tuple(n for n in AT_SERVE.batches if n * FEWEST_TOKENS <= model.pool.num_blocks * model.pool.block_size)
-    grid = replace(AT_SERVE, batches=batches or (1,))
+    return _timed(model, source, recipe, folder, replace(AT_SERVE, batches=batches or (1,)))
+
+
+def _reading(model: CachedModel) -> Grid:
+    """As many rows as `AT_READING` says, fewer where the context is short."""
+    return replace(AT_READING, rows=(min(*AT_READING.rows, model.context_length // 2),))
+
+
+def _timed(model: CachedModel, source: Source, recipe: str, folder: Path, grid: Grid) -> StepCurve:
     return cached_curve(model, CurveKey.of(model, source.path, recipe), folder, perf_counter, TIMING_SECONDS, grid)
 
 
