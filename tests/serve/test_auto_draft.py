@@ -5,9 +5,9 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from conftest import serve_config
 from model_files import config, write_folder, write_gguf
 from running import start
+from tiny_pair import serve_config
 
 from bitdraft.errors import UsageError
 from bitdraft.quantize.load import open_source

@@ -9,8 +9,8 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
-from conftest import CONTEXT, serve_config, start_tiny
 from running import Running, start
+from tiny_pair import CONTEXT, serve_config, start_tiny
 
 from bitdraft.quantize.load import load_model, open_source, recipe_for
 from bitdraft.serve.completions import completion

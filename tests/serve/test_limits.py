@@ -10,12 +10,12 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import schemathesis
-from conftest import start_tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parrot import parrot_service
 from running import Running, start
 from schemathesis.specs.openapi.checks import positive_data_acceptance
+from tiny_pair import start_tiny
 
 from bitdraft.serve.openapi import description
 from bitdraft.serve.schemas import ChatRequest, CompletionRequest

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from conftest import start_tiny
 from running import Running
+from tiny_pair import start_tiny
 
 from bitdraft.serve.metrics import MOST_DOMAINS
 

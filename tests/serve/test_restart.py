@@ -104,5 +104,9 @@ def test_kill_9_and_a_start_at_the_same_port_lose_nobody_who_asks_again(target: 
                     assert one.result(120) == wanted * 3
                 assert second.end()[0] == 0
         assert first.process.wait(10) == -signal.SIGKILL
-    assert sorted(Path(name).suffix for name in before) == [".json", ".safetensors"], "what was half written is gone"
-    assert kept(target, cache) == before
+    # Step costs, *.json, are kept where the machine was quiet enough, at the first start or the second.
+    kinds = sorted({Path(name).suffix for name in before} - {".json"})
+    assert kinds == [".safetensors"], "what was half written is gone"
+    after = kept(target, cache)
+    assert {name: after[name] for name in before} == before
+    assert {Path(name).suffix for name in after.keys() - before.keys()} <= {".json"}

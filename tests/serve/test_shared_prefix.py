@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from conftest import start_tiny
 from running import Running
+from tiny_pair import start_tiny
 
 SHARED = "hello world 12 and more, hello. " * 10
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_ids": True}

@@ -15,10 +15,10 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import soak
-from conftest import serve_config
 from model_files import config, write_folder
 from parrot import HERMES
 from running import Running
+from tiny_pair import serve_config
 
 from bitdraft.models.cached import CachedModel
 from bitdraft.serve.app import Service, create_app

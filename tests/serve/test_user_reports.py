@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from conftest import CONTEXT, start_tiny
 from model_files import TEMPLATE
 from running import Running
+from tiny_pair import CONTEXT, start_tiny
 
 from bitdraft.types import Feed
 

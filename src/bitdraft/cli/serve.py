@@ -90,6 +90,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients, with or without a draft: the answers are the same."""
     from ..serve.memory import parse_size
+    from ..serve.settings import Settings
     from ..serve.start import ServeConfig
 
     config = ServeConfig(
@@ -98,15 +99,17 @@ def serve(
         kv_memory=parse_size(kv_memory) if kv_memory else None,
         prefix_cache=not no_prefix_cache,
         generation_config=_reads_config(generation_config),
-        names=tuple(served_model_name or ()),
-        lenient=lenient,
-        api_key=_key(api_key),
-        origins=tuple(cors_origin or ()),
-        max_queue=max_queue,
-        max_body=parse_size(max_body),
-        timeout=timeout,
-        drain=drain,
-        vllm_metrics=not no_vllm_metrics,
+        settings=Settings(
+            names=tuple(served_model_name or ()),
+            lenient=lenient,
+            api_key=_key(api_key),
+            origins=tuple(cors_origin or ()),
+            max_queue=max_queue,
+            max_body=parse_size(max_body),
+            timeout=timeout,
+            drain=drain,
+            vllm_metrics=not no_vllm_metrics,
+        ),
         draft_folders=tuple(draft_folder or ()),
     )  # fmt: skip
     with interruptible("Nothing was served yet."):

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from time import perf_counter, time
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -116,25 +116,32 @@ Prepared = tuple[Sampling, Form, Groups, Shape]
 Prepare = Callable[[Service, bytes, Request, float], Prepared]
 
 
-def _completion(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
-    body = read_model(CompletionRequest, raw, lenient=service.settings.lenient)
+Body = TypeVar("Body", CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+
+
+def _read(service: Service, kind: type[Body], raw: bytes) -> Body:
+    """A body of some kind, for a model that is served."""
+    body = read_model(kind, raw, lenient=service.settings.lenient)
     service.check_name(body.model)
+    return body
+
+
+def _completion(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
+    body = _read(service, CompletionRequest, raw)
     domain = _domain(request, body)
     form, groups = completion(body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived)
     return body, form, groups, Choices()
 
 
 def _chat(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
-    body = read_model(ChatRequest, raw, lenient=service.settings.lenient)
-    service.check_name(body.model)
+    body = _read(service, ChatRequest, raw)
     domain = _domain(request, body)
     form, groups = chat(body, service.model, service.settings.defaults, service.compile_grammar, domain, arrived)
     return body, form, groups, Choices()
 
 
 def _response(service: Service, raw: bytes, request: Request, arrived: float) -> Prepared:
-    body = read_model(ResponsesRequest, raw, lenient=service.settings.lenient)
-    service.check_name(body.model)
+    body = _read(service, ResponsesRequest, raw)
     as_asked = as_chat(body)
     domain = _domain(request, as_asked)
     try:
@@ -201,9 +208,7 @@ def _ended(service: Service, call: Call, ticket: Ticket, request: Request) -> No
 
 async def tokenize(service: Service, request: Request) -> Response:
     """The ids of a text or a chat."""
-    raw = await read_body(request, service.settings.max_body)
-    body = read_model(TokenizeRequest, raw, lenient=service.settings.lenient)
-    service.check_name(body.model)
+    body = _read(service, TokenizeRequest, await read_body(request, service.settings.max_body))
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "expected either prompt or messages.", param="prompt")
     tokenizer = service.model.tokenizer
@@ -228,9 +233,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """The text of ids."""
-    raw = await read_body(request, service.settings.max_body)
-    body = read_model(DetokenizeRequest, raw, lenient=service.settings.lenient)
-    service.check_name(body.model)
+    body = _read(service, DetokenizeRequest, await read_body(request, service.settings.max_body))
     check_ids("tokens", body.tokens, service.model)
     text = service.model.tokenizer.decode(body.tokens, skip_special=body.skip_special_tokens)
     return JSONResponse({"prompt": text})

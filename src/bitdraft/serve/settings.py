@@ -64,7 +64,7 @@ class Settings:
     """How to serve.
 
     Attributes:
-        names: of the model; the first is its own, the others are as good.
+        names: of the model; the first is its own, the others are as good. None yet where nobody chose them.
         defaults: sampling values where a request has none.
         lenient: ignore unknown fields.
         api_key: what clients have to show; None asks for nothing.
@@ -76,7 +76,7 @@ class Settings:
         vllm_metrics: show speculation's counters under vLLM's names, too.
     """
 
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     defaults: Defaults = field(default_factory=Defaults)
     lenient: bool = False
     api_key: str | None = None

@@ -45,8 +45,7 @@ class ServeConfig:
         kv_memory: bytes of keys and values of both models; None for a share of what is free.
         prefix_cache: share what prompts have in common.
         generation_config: take sampling defaults from the model's folder.
-        names: that clients may use; without any, the target's.
-        lenient, api_key, origins, max_queue, max_body, timeout, drain, vllm_metrics: see `Settings`.
+        settings: how requests are treated. Without names it gets the target's; its defaults are read, see above.
         acceptance: of the draft, as it was measured: what a draft length that follows what is measured begins with.
         draft_folders: where a draft is looked for beside the cache, if it is chosen.
     """
@@ -64,15 +63,7 @@ class ServeConfig:
     kv_memory: int | None
     prefix_cache: bool
     generation_config: bool
-    names: tuple[str, ...]
-    lenient: bool
-    api_key: str | None
-    origins: tuple[str, ...]
-    max_queue: int
-    max_body: int
-    timeout: float
-    drain: float
-    vllm_metrics: bool
+    settings: Settings
     acceptance: Mapping[str, Sequence[float]] | None = None
     draft_folders: tuple[Path, ...] = ()
 
@@ -131,18 +122,8 @@ def load_service(
         _log.info("draft chosen", extra={"fields": fields})
     folder = opened.target.path if opened.target.path.is_dir() else opened.target.path.parent
     defaults = read_defaults(folder) if config.generation_config else Defaults()
-    settings = Settings(
-        names=config.names or (_name(config.target),),
-        defaults=defaults,
-        lenient=config.lenient,
-        api_key=config.api_key,
-        origins=config.origins,
-        max_queue=config.max_queue,
-        max_body=config.max_body,
-        timeout=config.timeout,
-        drain=config.drain,
-        vllm_metrics=config.vllm_metrics,
-    )
+    names = config.settings.names or (_name(config.target),)
+    settings = replace(config.settings, names=names, defaults=defaults)
     pair = load_pair(
         opened,
         draft_length=config.longest,
