@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from paged import EOS, V, draft_table, model_drafter, paged, said, target_table
 
@@ -382,6 +382,8 @@ def play(steps: Sequence[tuple[str, int, object]]) -> None:
 
 @settings(max_examples=150)
 @given(actions)
+@example([("start", 2, [0, 0]), ("fork", 2, 4), ("start", 0, [0]), ("cut", 2, 16)])
+@example([("start", 0, [0, 1]), ("fork", 0, 4), ("release", 0, None), ("start", 0, [0, 1, 1]), ("cut", 4, 7)])
 def test_prefixes_hold_what_they_say(steps: list[tuple[str, int, object]]) -> None:
     play(steps)
 

@@ -170,11 +170,11 @@ class CachedModel:
     def fork(self, request: int, twin: int) -> None:
         """Start `twin` with everything that `request` holds, sharing its blocks."""
         assert twin not in self._tables
-        self._tables[twin] = self._tables[request].fork()
-        if request in self._paths:
-            self._paths[twin] = Path(self._paths[request].tokens, self._paths[request].nodes)
-        if path := self._paths.get(request):
+        table = self._tables[request]
+        if self._prefix and (path := self._paths.get(request)):
+            self._prefix.keep(path, table)  # or one of the two would give the tree a block that the other uses untold
             self._paths[twin] = Path(path.tokens, path.nodes)
+        self._tables[twin] = table.fork()
 
     def length(self, request: int) -> int:
         """Tokens that the cache holds for `request`; 0 if it was never seen."""
