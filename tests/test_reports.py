@@ -245,6 +245,13 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
             "unit/test_formats.py::test_a_group_that_does_not_divide_is_refused_with_what_would",
         ),
     ),
+    "U74": (
+        "another draft while the server runs",
+        (
+            "serve/test_another_draft.py::test_four_streams_end_as_they_would_have_u74",
+            "serve/test_another_draft.py::test_the_old_draft_leaves_nothing_behind_u74",
+        ),
+    ),
     "U76": ("every group size against the reference", ("agreement/test_native_linear.py::test_any_shape",)),
     "U78": (
         "what is no number ends its request",
@@ -318,7 +325,10 @@ SHOWN: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "U93": (
         "a draft is found by the server",
-        ("serve/test_auto_draft.py::test_the_smallest_that_fits_is_chosen_and_the_others_are_named",),
+        (
+            "serve/test_auto_draft.py::test_the_smallest_that_fits_is_chosen_and_the_others_are_named",
+            "serve/test_auto_draft.py::test_what_to_expect_of_it_is_said_u93",
+        ),
     ),
 }
 """By row: what is right here, and the tests that show it."""
@@ -333,9 +343,7 @@ NOT_SHOWN = {
     "U53": "drafts of another vocabulary are not built: the pair is refused",
     "U65": "models with states that cannot go back are not built: an unknown family is refused at load",
     "U73": "that peaks of memory are as planned needs a machine that nobody else uses",
-    "U74": "another draft while the server runs is not built",
     "U79": "the gate on quality after quantisation: `quantize` reports it, and refuses nothing by it",
-    "U93": "the speedup that is expected of a draft chosen so is not printed",
     "U94": "adapters are not built",
 }
 """By row: why no test shows it, or not all of it."""

@@ -1,6 +1,7 @@
 """`--draft auto` (users-pain U93): of what lies on the machine, the model that can draft; and why not the others."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx2 as httpx
@@ -65,3 +66,20 @@ def test_a_server_says_what_drafts_and_why(
         assert str(models / "other") in draft["not_chosen"]
         assert server.complete("hello")["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0
     assert "draft chosen" in caplog.messages
+
+
+@pytest.mark.parametrize(("drafts", "k"), [(("small",), None), (("small",), 3), ((), None)])
+def test_what_to_expect_of_it_is_said_u93(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[str, ...], k: int | None
+) -> None:
+    """A model or n-grams, tried on texts; the speedup where the length follows costs, which are known then."""
+    monkeypatch.setenv("BITDRAFT_CACHE", str(tmp_path))
+    folders = tuple(models / name for name in drafts)
+    wanted = serve_config(models / "target", "auto", draft_folders=folders, draft_length=k)
+    opened, plan = open_and_plan(wanted)
+    service = load_service(wanted, opened, plan, ["hello world, hello world, hello world. " * 4] * 4)
+    said = service.info()["draft"]["chosen"]
+    assert re.search(r"On shipped texts \d+% of its tokens were accepted\.", said) or not drafts
+    assert bool(re.search(r"Expected speedup: \d\.\d\d×, with K = \d\.|not expected to pay: K = 0\.", said)) == (
+        k is None
+    )

@@ -121,7 +121,7 @@ def test_generation_config_gives_defaults_and_requests_win_u55(folders: Path, tm
 
 def test_what_does_not_fit_is_refused_with_the_table_u72(folders: Path) -> None:
     opened = open_pair(str(folders / "target"), str(folders / "draft"), "auto", "auto")
-    limits = {"kv": None, "draft_kv": None, "max_batch": 4, "draft_length": 3, "max_model_len": None}
+    limits = {"kv": None, "draft_kv": None, "max_batch": 4, "max_rows": 128, "draft_length": 3, "max_model_len": None}
     roomy = plan_memory(opened, **limits, kv_memory=None, available=8 << 30)
     roomy.check()
     assert (roomy.context, roomy.kv_tokens) == (512, 4 * 512)

@@ -24,6 +24,7 @@ def serve_config(target: Path, draft: str | None, **changes: object) -> ServeCon
         "draft_length": 3,
         "confidence": 0.0,
         "max_batch": 4,
+        "max_rows": 128,
         "max_model_len": CONTEXT,
         "kv_memory": 8 << 20,
         "prefix_cache": True,

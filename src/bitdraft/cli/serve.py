@@ -33,6 +33,15 @@ K = Annotated[
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")]
 MaxBatch = Annotated[int, typer.Option(min=1, max=1024, help="Requests that run at once, at most.")]
+MaxRows = Annotated[
+    int,
+    typer.Option(
+        "--max-batched-tokens",
+        min=16,
+        max=8192,
+        help="Tokens of prompts and outputs in a step, about: fewer let others' outputs flow while a prompt is read.",
+    ),
+]
 MaxModelLen = Annotated[
     int | None, typer.Option(min=2, help="Tokens of prompt and output; none: as model and memory allow.")
 ]
@@ -52,6 +61,10 @@ ApiKey = Annotated[
 ]
 Origins = Annotated[list[str] | None, typer.Option(help="Web origin whose pages may call the server; may be repeated.")]
 Lenient = Annotated[bool, typer.Option("--lenient", help="Ignore unknown fields instead of refusing them.")]
+Admin = Annotated[
+    bool,
+    typer.Option("--admin", help="Let clients change the draft (POST /admin/draft): they name paths on this machine."),
+]
 NoPrefixCache = Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt from its first token.")]
 NoVLLMMetrics = Annotated[
     bool, typer.Option("--no-vllm-metrics", help="Show speculation's counters under our own names only.")
@@ -73,6 +86,7 @@ def serve(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     max_batch: MaxBatch = 16,
+    max_batched_tokens: MaxRows = 128,
     max_model_len: MaxModelLen = None,
     kv_memory: KVMemory = None,
     max_queue: MaxQueue = 256,
@@ -84,6 +98,7 @@ def serve(
     api_key: ApiKey = None,
     cors_origin: Origins = None,
     lenient: Lenient = False,
+    admin: Admin = False,
     no_prefix_cache: NoPrefixCache = False,
     no_vllm_metrics: NoVLLMMetrics = False,
     no_cache: NoCache = False,
@@ -95,7 +110,7 @@ def serve(
 
     config = ServeConfig(
         target, draft, target_format, draft_format, kv, draft_kv or kv, _draft_length(k), confidence, max_batch,
-        max_model_len,
+        max_batched_tokens, max_model_len,
         kv_memory=parse_size(kv_memory) if kv_memory else None,
         prefix_cache=not no_prefix_cache,
         generation_config=_reads_config(generation_config),
@@ -108,6 +123,7 @@ def serve(
             max_body=parse_size(max_body),
             timeout=timeout,
             drain=drain,
+            admin=admin,
             vllm_metrics=not no_vllm_metrics,
         ),
         draft_folders=tuple(draft_folder or ()),
@@ -137,14 +153,14 @@ def _run(config: "ServeConfig", host: str, port: int, use_cache: bool) -> None:
     with bind(host, port) as listening:
         with progress_bars() as bars:
             opened, plan = open_and_plan(config, bars, use_cache)
-        if opened.why:
-            err.print(opened.why, highlight=False, soft_wrap=True)
         for what, size in plan.rows():
             err.print(f"{what:>24} {size:>12}", highlight=False)
         plan.check()
         log_to()
         with progress_bars() as bars:
             service = load_service(config, opened, plan, calibration_texts(), bars)
+        if opened.why:
+            err.print(service.info()["draft"]["chosen"], highlight=False, soft_wrap=True)
         address = listening.getsockname()
         serve(
             service,

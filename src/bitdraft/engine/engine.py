@@ -131,7 +131,6 @@ class Engine:
             max_draft=max_draft if drafter else 0,
             lengths=lengths,
         )
-        self.lengths = lengths
         self._eos_ids = frozenset(eos_ids)
         self._rule: Rule = rule
         self._randomness = randomness
@@ -251,6 +250,20 @@ class Engine:
                     raise BitdraftError(emission.error)
                 yield emission
 
+    def draft_by(self, drafter: Drafter | None, lengths: DraftLengths | None) -> None:
+        """From the next step on, let another drafter draft, for requests that run already, too.
+
+        What drafts has no say in an output's law, so each ends as it would have ended: greedy ones to the bit.
+
+        Args:
+            drafter: instead of the present one, which is told to forget what runs.
+            lengths: what decides how many tokens it drafts, likewise.
+        """
+        if self.drafter:
+            for sequence in self.scheduler.running:
+                self.drafter.release(sequence.request.number)
+        self.drafter, self.scheduler.lengths = drafter, lengths
+
     def load(self) -> Load:
         """How busy the engine is now."""
         blocks, scheduler = self.target.blocks(), self.scheduler
@@ -289,8 +302,8 @@ class Engine:
     def _retire(self, sequence: Running) -> None:
         self.scheduler.retire(sequence)
         self._release(sequence.request.number)
-        if self.lengths:
-            self.lengths.forget(sequence.request.number)
+        if self.scheduler.lengths:
+            self.scheduler.lengths.forget(sequence.request.number)
 
     def _release(self, request: int) -> None:
         self.target.release(request)
@@ -312,7 +325,7 @@ class Engine:
         emissions: Sequence[Emission],
         times: tuple[float, float, float, float],
     ) -> None:
-        if self._on_record is None and self.lengths is None:
+        if self._on_record is None and self.scheduler.lengths is None:
             return
         started, drafted, verified, ended = times
         rows = sum(count for _, count in batch.filling) + sum(1 + len(drafted) for drafted in proposal.tokens)
@@ -332,8 +345,8 @@ class Engine:
                 other_seconds=ended - verified,
                 predicted=b in proposal.predicted,
             )
-            if self.lengths:
-                self.lengths.observe(record)
+            if self.scheduler.lengths:
+                self.scheduler.lengths.observe(record)
             if self._on_record:
                 self._on_record(record)
 

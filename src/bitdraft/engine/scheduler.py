@@ -55,6 +55,7 @@ class Scheduler:
     Attributes:
         waiting: admitted in this order.
         running: sequences with a place in the cache, in the order in which they came.
+        lengths: decides how much of the longest block is drafted; None drafts all.
         preemptions: how often a running sequence gave its place up.
     """
 
@@ -80,9 +81,9 @@ class Scheduler:
             max_scored: rows of logits in one step that log-probabilities of prompts are made from.
             context_length: tokens of one sequence at most; the cache holds as many.
             max_draft: longest block that is ever drafted; 0 without speculation.
-            lengths: decides how much of that is drafted; None drafts all.
+            lengths: see the class.
         """
-        self._lengths = lengths
+        self.lengths = lengths
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -185,7 +186,7 @@ class Scheduler:
     def _draft_lengths(self, deciding: Sequences[Sequence]) -> list[int]:
         """How many tokens to draft for each sequence that decides in this step."""
         budgets = [self.budget(s) for s in deciding]
-        if self._lengths is None or not deciding:
+        if self.lengths is None or not deciding:
             return budgets
         asked = [
             Asked(
@@ -198,4 +199,4 @@ class Scheduler:
             )
             for s, budget in zip(deciding, budgets, strict=True)
         ]
-        return self._lengths.lengths(asked)
+        return self.lengths.lengths(asked)

@@ -29,7 +29,7 @@ from .respond import Call, Choices, EventStream, Form, Shape, unless_gone
 from .response_format import Compile
 from .responses import ResponsesShape
 from .responses_request import ResponsesRequest, as_chat, renamed
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, Sampling, TokenizeRequest
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, DraftRequest, Sampling, TokenizeRequest
 from .settings import Settings
 from .tracing import Tracing
 from .worker import Ticket, Worker
@@ -52,6 +52,7 @@ class Service:
         clock: the worker's clock, seconds.
         draining: whether new requests are refused, for the server is about to stop.
         tracing: makes traces of requests; None for none.
+        redraft: lets another draft, by name and format, take the present one's place; None where clients may not.
     """
 
     worker: Worker
@@ -65,6 +66,7 @@ class Service:
     created: int = 0
     draining: bool = False
     tracing: Tracing | None = None
+    redraft: Callable[[str | None, str], Awaitable[None]] | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time())
@@ -254,6 +256,18 @@ def tokenizer_info(service: Service) -> dict[str, Any]:
     }
 
 
+async def admin_draft(service: Service, request: Request) -> Response:
+    """Let another draft take the place of the present one; running requests go on."""
+    if service.redraft is None:
+        raise ApiError(403, "this server's draft cannot be changed. Start it with --admin.", code="admin_off")
+    body = read_model(
+        DraftRequest, await read_body(request, service.settings.max_body), lenient=service.settings.lenient
+    )
+    service.check_room(0)
+    await service.redraft(body.path, body.format)
+    return JSONResponse({"draft": service.info()["draft"]})
+
+
 def models(service: Service) -> dict[str, Any]:
     """The served model under each of its names."""
     return {
@@ -272,8 +286,8 @@ def models(service: Service) -> dict[str, Any]:
     }
 
 
-def create_app(service: Service) -> Starlette:
-    """The ASGI application that serves a model; its lifespan starts and stops the engine's thread."""
+def _routes(service: Service) -> list[Route]:
+    """What is answered beside the page."""
 
     def fixed(make: Callable[[], Mapping[str, Any]]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(_: Request) -> Response:
@@ -295,6 +309,26 @@ def create_app(service: Service) -> Starlette:
         text = service.metrics.text(service.worker.load)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    return [
+        Route("/v1/completions", posted(generate, _completion), methods=["POST"]),
+        Route("/v1/chat/completions", posted(generate, _chat), methods=["POST"]),
+        Route("/v1/responses", posted(generate, _response), methods=["POST"]),
+        Route("/tokenize", posted(tokenize), methods=["POST"]),
+        Route("/detokenize", posted(detokenize), methods=["POST"]),
+        Route("/admin/draft", posted(admin_draft), methods=["POST"]),
+        Route("/v1/models", fixed(lambda: models(service))),
+        Route("/tokenizer_info", fixed(lambda: tokenizer_info(service))),
+        Route("/version", fixed(lambda: {"version": __version__})),
+        Route("/info", fixed(lambda: service.info())),
+        Route("/openapi.json", fixed(description)),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
+
+
+def create_app(service: Service) -> Starlette:
+    """The ASGI application that serves a model; its lifespan starts and stops the engine's thread."""
+
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         service.worker.start()
@@ -303,20 +337,7 @@ def create_app(service: Service) -> Starlette:
         finally:
             await service.worker.stop()
 
-    routes = [
-        Route("/v1/completions", posted(generate, _completion), methods=["POST"]),
-        Route("/v1/chat/completions", posted(generate, _chat), methods=["POST"]),
-        Route("/v1/responses", posted(generate, _response), methods=["POST"]),
-        Route("/tokenize", posted(tokenize), methods=["POST"]),
-        Route("/detokenize", posted(detokenize), methods=["POST"]),
-        Route("/v1/models", fixed(lambda: models(service))),
-        Route("/tokenizer_info", fixed(lambda: tokenizer_info(service))),
-        Route("/version", fixed(lambda: {"version": __version__})),
-        Route("/info", fixed(service.info)),
-        Route("/openapi.json", fixed(description)),
-        Route("/health", health),
-        Route("/metrics", metrics),
-    ]
+    routes = _routes(service)
     keyed = {route.path for route in routes} - {"/health"}
     routes += page_routes()
     middleware = [Middleware(Attended, clock=service.clock)]

@@ -12,7 +12,7 @@ from ..engine.sequence import Request
 from ..models.tokenizer import Tokenizer
 from ..quantize.load import Progress
 from ..types import Origin, SamplingParams, StepRecord
-from .load import load_pair, open_pair
+from .load import Loading, load_pair, open_pair
 
 COLOURS: dict[Origin, str] = {"draft": "green", "corrected": "bold red", "free": "default"}
 """How each origin is shown; words in the legend say the same without colour."""
@@ -83,17 +83,8 @@ def load(
     opened = open_pair(config.target, config.draft, config.target_format, config.draft_format, progress, use_cache)
     longest = opened.target.checkpoint.config.context_length
     context = min(config.context or longest, longest)
-    pair = load_pair(
-        opened,
-        draft_length=config.draft_length,
-        confidence=config.confidence,
-        context=context,
-        kv_tokens=context,
-        kv=config.kv,
-        draft_kv=config.kv,
-        calibration=calibration,
-        progress=progress,
-    )
+    how = Loading(config.draft_length, config.confidence, context, context, config.kv, config.kv, calibration)
+    pair = load_pair(opened, how, progress)
     tokenizer = opened.target.tokenizer
     records: list[StepRecord] = []
     engine = Engine(

@@ -1,6 +1,5 @@
 """The effective configuration, for `/info`: what runs, not what was asked for."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,18 +20,16 @@ class Runs:
 
     Attributes:
         max_batch: requests that run at once.
-        max_draft: longest block; 0 without a draft.
-        max_predicted: longest block that is drafted from a client's prediction.
+        max_rows: rows of tokens in a step with chunks of prompts.
+        max_draft: longest block, of a draft and from a client's prediction.
         confidence: a block ends after a token that the draft finds less likely; 0 never.
-        reasons: says how the draft length is chosen, and why so.
         prefix_cache: whether prefixes are shared.
     """
 
     max_batch: int
+    max_rows: int
     max_draft: int
-    max_predicted: int
     confidence: float
-    reasons: Callable[[], str]
     prefix_cache: bool
 
 
@@ -55,9 +52,10 @@ def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> di
         "draft": draft,
         "max_model_len": pair.target.context_length,
         "max_batch": runs.max_batch,
+        "max_batched_tokens": runs.max_rows,
         "speculative": {
-            "max_draft": runs.max_draft,
-            "max_predicted": runs.max_predicted,
+            "max_draft": runs.max_draft if pair.drafter else 0,
+            "max_predicted": runs.max_draft,
             "confidence": runs.confidence,
             "lossless": True,
         },
@@ -80,9 +78,9 @@ def describe(pair: Pair, plan: MemoryPlan, settings: Settings, runs: Runs) -> di
     }
 
 
-def current(fixed: dict[str, Any], runs: Runs, load: Load, acceptance: dict[str, dict[str, float]]) -> dict[str, Any]:
+def current(fixed: dict[str, Any], reasons: str, load: Load, acceptance: dict[str, dict[str, float]]) -> dict[str, Any]:
     """All of `/info`: what does not change, and what is so now."""
-    speculative = fixed["speculative"] | {"draft_length": runs.reasons(), "conditional_acceptance": acceptance}
+    speculative = fixed["speculative"] | {"draft_length": reasons, "conditional_acceptance": acceptance}
     return fixed | {"speculative": speculative, "load": asdict(load)}
 
 

@@ -43,6 +43,36 @@ class Opened:
 
 
 @dataclass(frozen=True)
+class Loading:
+    """How a pair is loaded.
+
+    Attributes:
+        draft_length: tokens drafted a step, at most.
+        confidence: a block ends after a token that the draft gives less probability than this; 0 never.
+        context: tokens of prompt and output together, at most.
+        kv_tokens: tokens that each model's cache holds.
+        kv, draft_kv: formats of keys and values; None for bf16, or f32 beside the format f32.
+        calibration: texts for formats that need activation statistics.
+        prefix_cache: keep what requests computed for others that begin alike.
+        max_rows: tokens of one text that the draft reads in a step, at most; None reads all.
+    """
+
+    draft_length: int
+    confidence: float
+    context: int
+    kv_tokens: int
+    kv: str | None
+    draft_kv: str | None
+    calibration: Sequence[str]
+    prefix_cache: bool = False
+    max_rows: int | None = None
+
+    def calibration_ids(self, source: Source) -> list[list[int]]:
+        """The texts as a model reads them."""
+        return [source.tokenizer.encode(text) for text in self.calibration]
+
+
+@dataclass(frozen=True)
 class Pair:
     """A loaded pair.
 
@@ -82,74 +112,79 @@ def open_pair(
     for name in {target_format, draft_format} - {AUTO}:
         Recipe.parse(name)  # before anything is fetched
     source = open_source(target, progress, use_cache)
-    other = open_source(draft, progress, use_cache) if draft and draft != NGRAM else None
+    alone = Opened(source, recipe_for(target_format, source), None, None, ngram=False)
+    return open_draft(alone, draft, draft_format, progress)
+
+
+def open_draft(opened: Opened, draft: str | None, draft_format: str, progress: Progress | None = None) -> Opened:
+    """The same target with a draft, in place of the one it has.
+
+    Args:
+        opened: the target, and perhaps a draft.
+        draft: name, folder, .gguf or hub id, or 'ngram', or None for no speculation.
+        draft_format: a recipe, or 'auto'.
+        progress: called while files are fetched.
+
+    Raises:
+        UsageError: anything that cannot be used as given.
+    """
+    other = open_source(draft, progress, opened.target.use_cache) if draft and draft != NGRAM else None
     if other:
-        check_pair(source.tokenizer, other.tokenizer)
-    return Opened(
-        source,
-        recipe_for(target_format, source),
-        other,
-        recipe_for(draft_format, other) if other else None,
-        draft == NGRAM,
-    )
+        check_pair(opened.target.tokenizer, other.tokenizer)
+    recipe = recipe_for(draft_format, other) if other else None
+    return Opened(opened.target, opened.target_recipe, other, recipe, draft == NGRAM)
 
 
-def load_pair(
-    opened: Opened,
-    *,
-    draft_length: int,
-    confidence: float,
-    context: int,
-    kv_tokens: int,
-    kv: str | None,
-    draft_kv: str | None,
-    calibration: Sequence[str],
-    prefix_cache: bool = False,
-    max_rows: int | None = None,
-    progress: Progress | None = None,
-) -> Pair:
+def load_pair(opened: Opened, how: Loading, progress: Progress | None = None) -> Pair:
     """Load an opened pair.
 
     Args:
         opened: the pair.
-        draft_length: tokens drafted a step, at most.
-        confidence: a block ends after a token that the draft gives less probability than this; 0 never.
-        context: tokens of prompt and output together, at most.
-        kv_tokens: tokens that each model's cache holds.
-        kv, draft_kv: formats of keys and values; None for bf16, or f32 beside the format f32.
-        calibration: texts for formats that need activation statistics.
-        prefix_cache: keep what requests computed for others that begin alike.
-        max_rows: tokens of one text that the draft reads in a step, at most; None reads all.
+        how: how.
         progress: called while weights are quantised.
 
     Raises:
         UsageError: a format that does not fit the model.
     """
     source = opened.target
-    ids = [source.tokenizer.encode(text) for text in calibration]
     target = load_model(
         source,
         opened.target_recipe,
-        kv_tokens=kv_tokens,
-        context_length=context,
+        kv_tokens=how.kv_tokens,
+        context_length=how.context,
         rng=np.random.default_rng(0),
-        calibration=ids,
-        kv=kv,
-        prefix_cache=prefix_cache,
+        calibration=how.calibration_ids(source),
+        kv=how.kv,
+        prefix_cache=how.prefix_cache,
         progress=progress,
     )
+    return load_draft(opened, target, how, progress)
+
+
+def load_draft(opened: Opened, target: CachedModel, how: Loading, progress: Progress | None = None) -> Pair:
+    """Load what drafts in an opened pair whose target is loaded.
+
+    Args:
+        opened: the pair.
+        target: its target.
+        how, progress: as for `load_pair`.
+
+    Raises:
+        UsageError: a format that does not fit the model.
+    """
+    source = opened.target
     if opened.draft is None or opened.draft_recipe is None:
         return Pair(opened, target, None, NGramDrafter() if opened.ngram else None)
     draft = load_model(
         opened.draft,
         opened.draft_recipe,
-        kv_tokens=kv_tokens,
+        kv_tokens=how.kv_tokens,
         rng=np.random.default_rng(0),
         target=source,
-        calibration=ids,
-        kv=draft_kv,
-        prefix_cache=prefix_cache,
+        calibration=how.calibration_ids(source),
+        kv=how.draft_kv,
+        prefix_cache=how.prefix_cache,
         progress=progress,
     )
-    policy = Confidence(draft_length, confidence) if confidence else Fixed(draft_length)
-    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids, max_rows))
+    policy = Confidence(how.draft_length, how.confidence) if how.confidence else Fixed(how.draft_length)
+    return Pair(opened, target, draft, ModelDrafter(draft, policy, source.tokenizer.eos_ids, how.max_rows))

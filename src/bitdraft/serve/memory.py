@@ -7,7 +7,7 @@ Letters: K drafted tokens, V vocabulary.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import UsageError
@@ -16,9 +16,8 @@ from ..models.config import ModelConfig
 from ..quantize.load import Source, kv_format_of
 from .load import Opened
 
-ROWS = 512
-"""Rows of a step with chunks of prompts, see `Engine`."""
 _BLOCK = 16
+_DRAFT_WEIGHTS, _DRAFT_KV = "draft weights", "draft keys and values"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SHARE = 0.5
 """Of what weights and logits leave, how much keys and values get where nobody says."""
@@ -140,6 +139,7 @@ def plan_memory(
     kv: str | None,
     draft_kv: str | None,
     max_batch: int,
+    max_rows: int,
     draft_length: int,
     max_model_len: int | None,
     kv_memory: int | None,
@@ -151,6 +151,7 @@ def plan_memory(
         opened: the pair.
         kv, draft_kv: formats of keys and values, None for the default.
         max_batch: requests that run at once.
+        max_rows: rows of a step with chunks of prompts, see `Engine`.
         draft_length: longest block.
         max_model_len: tokens of one request; None for as many as the model and the cache hold.
         kv_memory: bytes for keys and values of both models; None for what `max_batch` full contexts need, or half of
@@ -164,15 +165,12 @@ def plan_memory(
     parts = {"target weights": weight_bytes(opened.target, opened.target_recipe)}
     per_token = kv_bytes(config, kv_format_of(opened.target, opened.target_recipe, kv))
     draft_per_token = 0.0
-    if opened.draft and opened.draft_recipe:
-        parts["draft weights"] = weight_bytes(opened.draft, opened.draft_recipe)
-        draft_per_token = kv_bytes(
-            opened.draft.checkpoint.config, kv_format_of(opened.draft, opened.draft_recipe, draft_kv)
-        )
+    if opened.draft:
+        parts[_DRAFT_WEIGHTS], draft_per_token = _draft_bytes(opened, draft_kv)
     vocab = max(config.vocab_size, opened.target.tokenizer.vocab_size)
     # Without a draft as well: clients' predictions are drafts.
     parts["logits of a step"] = logit_bytes(vocab, max_batch, draft_length, model_draft=opened.draft is not None)
-    parts["activations of a step"] = ROWS * 4 * (8 * config.hidden_size + 3 * config.mlp_size)
+    parts["activations of a step"] = max_rows * 4 * (8 * config.hidden_size + 3 * config.mlp_size)
     parts["the program"] = _PROGRAM
     longest = min(max_model_len or config.context_length, config.context_length)
     room = kv_memory
@@ -192,5 +190,39 @@ def plan_memory(
         )
     parts["target keys and values"] = int(tokens * per_token)
     if opened.draft:
-        parts["draft keys and values"] = int(tokens * draft_per_token)
+        parts[_DRAFT_KV] = int(tokens * draft_per_token)
     return MemoryPlan(parts, available, context, tokens)
+
+
+def plan_draft(plan: MemoryPlan, opened: Opened, draft_kv: str | None, available: int | None) -> MemoryPlan:
+    """The plan with another draft in place of the present one, which stays until the other is there.
+
+    Args:
+        plan: what serving takes with the present draft.
+        opened: the target with the other one.
+        draft_kv: format of its keys and values, None for the default.
+        available: bytes that there are beside what is used; None for not known.
+
+    Raises:
+        UsageError: they do not hold the other draft.
+    """
+    parts = {name: size for name, size in plan.parts.items() if name not in (_DRAFT_WEIGHTS, _DRAFT_KV)}
+    if opened.draft:
+        weights, per_token = _draft_bytes(opened, draft_kv)
+        more = {_DRAFT_WEIGHTS: weights, _DRAFT_KV: int(plan.kv_tokens * per_token)}
+        needed = sum(more.values())
+        if available is not None and needed > available:
+            raise UsageError(
+                f"the draft takes {megabytes(needed)} and {megabytes(available)} are available while the present one "
+                "is still there. Choose a smaller one, fewer bits, or let none draft first."
+            )
+        parts |= more
+    return replace(plan, parts=parts)
+
+
+def _draft_bytes(opened: Opened, draft_kv: str | None) -> tuple[int, float]:
+    """Of the draft's weights, and of the keys and values of one token."""
+    assert opened.draft
+    assert opened.draft_recipe
+    kv = kv_format_of(opened.draft, opened.draft_recipe, draft_kv)
+    return weight_bytes(opened.draft, opened.draft_recipe), kv_bytes(opened.draft.checkpoint.config, kv)

@@ -114,9 +114,12 @@ class Metrics:
                 ("kv_blocks_used", "KV blocks in use."),
                 ("kv_blocks", "KV blocks there are."),
                 ("kv_blocks_cached", "Blocks that the prefix cache keeps."),
-                ("preemptions", "Requests that were put back for want of blocks, so far."),
             )
         }
+        self._preemptions = Counter(
+            "bitdraft_preemptions", "Requests that were put back for want of blocks.", registry=self.registry
+        )
+        self._preempted = 0
         self._last_step: tuple[float, float, float, float] | None = None
 
     def step(self, progress: Progress, update: Update) -> None:
@@ -177,6 +180,11 @@ class Metrics:
             kind: {name: a.overlap / a.tested for name, a in sums.items() if a.tested} for kind, sums in kinds.items()
         }
 
+    def forget_acceptance(self) -> None:
+        """Begin to count acceptance by domain and context anew: another draft begins."""
+        self._speculation.domains.clear()
+        self._speculation.contexts.clear()
+
     def text(self, load: Load) -> bytes:
         """Everything in Prometheus' text format, with the engine's load of this moment."""
         for name, value in (
@@ -185,7 +193,8 @@ class Metrics:
             ("kv_blocks_used", load.kv_blocks_used),
             ("kv_blocks", load.kv_blocks_total),
             ("kv_blocks_cached", load.cached_blocks),
-            ("preemptions", load.preemptions),
         ):
             self._gauges[name].set(value)
+        self._preemptions.inc(load.preemptions - self._preempted)
+        self._preempted = load.preemptions
         return generate_latest(self.registry)

@@ -3,21 +3,24 @@
 from functools import cache
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from .. import __version__
 from .responses_request import ResponsesRequest
-from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .schemas import ChatRequest, CompletionRequest, DetokenizeRequest, DraftRequest, TokenizeRequest
 
 _REFS = "#/components/schemas/{model}"
 _NUMBER = {"type": ["number", "null"]}
 _STRING = {"type": ["string", "null"]}
-_POSTS = {
-    "/v1/completions": (CompletionRequest, "Continue prompts.", "Completion", True),
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation.", "ChatCompletion", True),
-    "/v1/responses": (ResponsesRequest, "Answer a conversation, as items.", "Response", True),
-    "/tokenize": (TokenizeRequest, "Ids of a text or a conversation.", "Tokens", False),
-    "/detokenize": (DetokenizeRequest, "Text of ids.", "DetokenizedText", False),
+_ANSWERED = (408, 429, 500, 503)  # errors of what is answered in text, at once or as a stream
+_POSTS: dict[str, tuple[type[BaseModel], str, str, tuple[int, ...]]] = {
+    "/v1/completions": (CompletionRequest, "Continue prompts.", "Completion", _ANSWERED),
+    "/v1/chat/completions": (ChatRequest, "Answer a conversation.", "ChatCompletion", _ANSWERED),
+    "/v1/responses": (ResponsesRequest, "Answer a conversation, as items.", "Response", _ANSWERED),
+    "/tokenize": (TokenizeRequest, "Ids of a text or a conversation.", "Tokens", ()),
+    "/detokenize": (DetokenizeRequest, "Text of ids.", "DetokenizedText", ()),
+    "/admin/draft": (DraftRequest, "Let another model draft from now on.", "Draft", (403, 503)),
 }
 _GETS = {
     "/v1/models": ("The served model under each of its names.", "ModelList"),
@@ -83,6 +86,7 @@ def _responses() -> dict[str, Any]:
         ),
         "Tokens": _object("tokens count max_model_len", tokens=ids, count=count, max_model_len=count),
         "DetokenizedText": _object("prompt", prompt={"type": "string"}),
+        "Draft": _object("draft", draft={"type": ["object", "null"]}),
         "ModelList": _object("object data", object={"const": "list"}, data={"type": "array"}),
         "TokenizerInfo": _object("eos_token", eos_token=_STRING, bos_token=_STRING, vocab_size=count),
         "Version": _object("version", version={"type": "string"}),
@@ -106,9 +110,9 @@ def description() -> dict[str, Any]:
     kinds = [(model, "validation") for model, *_ in _POSTS.values()]
     _, requests = models_json_schema(kinds, ref_template=_REFS)  # type: ignore[arg-type]
     paths: dict[str, Any] = {}
-    for path, (model, what, answer, streams) in _POSTS.items():
-        content = _json(answer) | ({"text/event-stream": {}} if streams else {})
-        codes = (400, 401, 404, 413, 415, *((408, 429, 500, 503) if streams else ()))
+    for path, (model, what, answer, more) in _POSTS.items():
+        content = _json(answer) | ({"text/event-stream": {}} if more is _ANSWERED else {})
+        codes = (400, 401, 404, 413, 415, *more)
         paths[path] = {
             "post": {
                 "summary": what,

@@ -206,6 +206,13 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+class DraftRequest(Strict):
+    """A body of `/admin/draft`: a model by name, folder or file, or 'ngram', or null for no drafts."""
+
+    path: Text | None
+    format: Text = "auto"
+
+
 class DetokenizeRequest(Strict):
     """A body of `/detokenize`."""
 

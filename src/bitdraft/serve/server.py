@@ -10,14 +10,12 @@ from time import perf_counter
 import uvicorn
 
 from ..drafters.predicted import PredictedDrafter
-from ..engine.controller import DraftLengths
 from ..engine.engine import Engine
 from ..errors import UsageError
 from ..types import StepRecord
-from . import info
 from .app import Service, create_app
-from .load import Pair
-from .memory import MemoryPlan
+from .drafting import Drafting, show
+from .info import Runs
 from .metrics import Metrics
 from .prepare import Model
 from .response_format import Compiler
@@ -48,59 +46,44 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_service(
-    pair: Pair,
-    plan: MemoryPlan,
-    settings: Settings,
-    *,
-    lengths: DraftLengths | None,
-    max_batch: int,
-    max_draft: int,
-    confidence: float,
-    prefix_cache: bool,
-) -> Service:
+def make_service(drafting: Drafting, settings: Settings, runs: Runs) -> Service:
     """An engine for a pair, under a worker, with all that serving takes.
 
     Args:
-        pair: what runs.
-        plan: how its memory was planned.
+        drafting: what runs, and what drafts.
         settings: how to serve.
-        lengths: chooses draft lengths; None drafts as many as there is room for.
-        max_batch: requests that run at once.
-        max_draft: longest block.
-        confidence: of the draft's blocks, for `/info`.
-        prefix_cache: whether the pair was loaded with one, for `/info`.
+        runs: how to set up the engine.
     """
     records: list[StepRecord] = []
+    pair = drafting.pair
     tokenizer = pair.opened.target.tokenizer
     engine = Engine(
         pair.target,
         PredictedDrafter(pair.drafter),
         eos_ids=tokenizer.eos_ids,
-        max_draft=max_draft,
-        max_batch=max_batch,
-        lengths=lengths,
+        max_draft=runs.max_draft,
+        max_batch=runs.max_batch,
+        max_rows=runs.max_rows,
+        lengths=drafting.lengths,
         randomness=streams,
         on_record=records.append,
     )
-    longest = max_draft if pair.drafter else 0
     tracer = configured_tracer()
-    reasons = lengths.reasons if lengths and pair.drafter else lambda: "K = 0: there is no draft."
     metrics = Metrics(vllm=settings.vllm_metrics)
     worker = Worker(engine, records, metrics, perf_counter)
-    runs = info.Runs(max_batch, longest, max_draft, confidence, reasons, prefix_cache)
-    fixed = info.describe(pair, plan, settings, runs)
-    return Service(
+    service = Service(
         worker=worker,
-        model=Model(tokenizer, pair.target.vocab_size, pair.target.context_length, longest),
+        model=Model(tokenizer, pair.target.vocab_size, pair.target.context_length, 0),
         settings=settings,
         metrics=metrics,
-        info=lambda: info.current(fixed, runs, worker.load, metrics.acceptance()),
+        info=dict,
         compile_grammar=Compiler(tokenizer, pair.target.vocab_size),
-        max_batch=max_batch,
+        max_batch=runs.max_batch,
         clock=perf_counter,
         tracing=Tracing.starting(tracer, perf_counter()) if tracer else None,
     )
+    show(service, drafting, runs)
+    return service
 
 
 class _Server(uvicorn.Server):

@@ -73,6 +73,7 @@ class Settings:
         max_body: bytes of a request's body.
         timeout: seconds that a request may take, waiting included.
         drain: seconds that running requests get to finish when the server is told to stop.
+        admin: whether clients may change what drafts.
         vllm_metrics: show speculation's counters under vLLM's names, too.
     """
 
@@ -85,4 +86,5 @@ class Settings:
     max_body: int = 8 << 20
     timeout: float = 600.0
     drain: float = 30.0
+    admin: bool = False
     vllm_metrics: bool = True

@@ -1,30 +1,28 @@
 """From the options of `bitdraft serve` to a service that can be started."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from time import perf_counter
 
-from ..engine.controller import DraftLengths, FixedLengths, MeasuredLengths
-from ..engine.curve import AT_READING, AT_SERVE, CurveKey, Grid, StepCurve, cached_curve
+from ..engine.controller import DraftLengths, MeasuredLengths
 from ..errors import UsageError
-from ..models.cached import CachedModel
-from ..models.hub import cache_folder
-from ..quantize.load import Progress, Source, open_source
+from ..quantize.load import Progress, open_source
 from .app import Service
 from .auto_draft import AUTO_DRAFT, choose_draft
-from .load import Opened, Pair, load_pair, open_pair
-from .memory import ROWS, MemoryPlan, available_memory, plan_memory
+from .drafting import Drafting, choose_lengths, redrafting
+from .info import Runs
+from .load import Loading, Opened, load_pair, open_pair
+from .memory import MemoryPlan, available_memory, plan_memory
 from .server import make_service
 from .settings import Defaults, Settings, read_defaults
+from .trial import try_draft
 
 LONGEST = 8
 """Longest block where the length follows what is measured."""
-TIMING_SECONDS = 4.0
-"""How long a model's steps are timed at the first start with it."""
-FEWEST_TOKENS = 64
-"""Tokens of cache that each sequence of a timed step has at least."""
+
+_USUAL_CONTEXT = 256
+"""Tokens at which a speedup is promised."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +39,7 @@ class ServeConfig:
         draft_length: tokens drafted a step, at most; None follows what is measured.
         confidence: a block ends after a token that the draft gives less probability than this; 0 never.
         max_batch: requests that run at once.
+        max_rows: rows of tokens in a step with chunks of prompts, about.
         max_model_len: tokens of prompt and output; None for as many as model and memory allow.
         kv_memory: bytes of keys and values of both models; None for a share of what is free.
         prefix_cache: share what prompts have in common.
@@ -59,6 +58,7 @@ class ServeConfig:
     draft_length: int | None
     confidence: float
     max_batch: int
+    max_rows: int
     max_model_len: int | None
     kv_memory: int | None
     prefix_cache: bool
@@ -97,6 +97,7 @@ def open_and_plan(
         kv=config.kv,
         draft_kv=config.draft_kv,
         max_batch=config.max_batch,
+        max_rows=config.max_rows,
         draft_length=config.longest,
         max_model_len=config.max_model_len,
         kv_memory=config.kv_memory,
@@ -117,65 +118,43 @@ def load_service(
     Raises:
         UsageError: a format that does not fit a model, or a generation_config.json that cannot be used.
     """
-    if opened.why:
-        fields = {"draft": opened.why, "not_chosen": dict(opened.refused)}
-        _log.info("draft chosen", extra={"fields": fields})
     folder = opened.target.path if opened.target.path.is_dir() else opened.target.path.parent
     defaults = read_defaults(folder) if config.generation_config else Defaults()
     names = config.settings.names or (_name(config.target),)
     settings = replace(config.settings, names=names, defaults=defaults)
-    pair = load_pair(
-        opened,
-        draft_length=config.longest,
-        confidence=config.confidence,
-        context=plan.context,
-        kv_tokens=plan.kv_tokens,
-        kv=config.kv,
-        draft_kv=config.draft_kv,
-        calibration=calibration,
-        prefix_cache=config.prefix_cache,
-        max_rows=ROWS,
-        progress=progress,
+    how = Loading(
+        config.longest,
+        config.confidence,
+        plan.context,
+        plan.kv_tokens,
+        config.kv,
+        config.draft_kv,
+        calibration,
+        config.prefix_cache,
+        max_rows=config.max_rows,
     )
-    return make_service(
-        pair,
-        plan,
-        settings,
-        lengths=_lengths(config, pair),
-        max_batch=config.max_batch,
-        max_draft=config.longest,
-        confidence=config.confidence,
-        prefix_cache=config.prefix_cache,
-    )
+    pair = load_pair(opened, how, progress)
+    tried = try_draft(pair, calibration, config.longest) if opened.why and not config.acceptance else None
+    lengths = choose_lengths(pair, config.draft_length, {"": (tried,)} if tried is not None else config.acceptance)
+    if opened.why:
+        pair = replace(pair, opened=replace(opened, why=" ".join([opened.why, *_expected(tried, lengths, config)])))
+        fields = {"draft": pair.opened.why, "not_chosen": dict(opened.refused)}
+        _log.info("draft chosen", extra={"fields": fields})
+    drafting = Drafting(pair, plan, lengths)
+    runs = Runs(config.max_batch, config.max_rows, config.longest, config.confidence, config.prefix_cache)
+    service = make_service(drafting, settings, runs)
+    if settings.admin:
+        service.redraft = redrafting(service, drafting, runs, how, config.draft_length)
+    return service
 
 
-def _lengths(config: ServeConfig, pair: Pair) -> DraftLengths | None:
-    """How the draft length is chosen: by what steps cost here, timed now or at an earlier start, unless it is given."""
-    if config.draft_length is not None:
-        return FixedLengths(config.draft_length)
-    if pair.drafter is None:
-        return None
-    opened, folder = pair.opened, cache_folder() / "curves"
-    target = _curve(pair.target, opened.target, opened.target_recipe.name, folder)
-    if pair.draft is None or opened.draft is None or opened.draft_recipe is None:
-        return MeasuredLengths(target, None, config.acceptance)
-    draft = _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder)
-    (step,) = _timed(pair.draft, opened.draft, opened.draft_recipe.name, folder, _reading(pair.draft)).steps
-    return MeasuredLengths(target, draft, config.acceptance, reading=step.ms / 1000 / step.rows)
-
-
-def _curve(model: CachedModel, source: Source, recipe: str, folder: Path) -> StepCurve:
-    batches = tuple(n for n in AT_SERVE.batches if n * FEWEST_TOKENS <= model.pool.num_blocks * model.pool.block_size)
-    return _timed(model, source, recipe, folder, replace(AT_SERVE, batches=batches or (1,)))
-
-
-def _reading(model: CachedModel) -> Grid:
-    """As many rows as `AT_READING` says, fewer where the context is short."""
-    return replace(AT_READING, rows=(min(*AT_READING.rows, model.context_length // 2),))
-
-
-def _timed(model: CachedModel, source: Source, recipe: str, folder: Path, grid: Grid) -> StepCurve:
-    return cached_curve(model, CurveKey.of(model, source.path, recipe), folder, perf_counter, TIMING_SECONDS, grid)
+def _expected(tried: float | None, lengths: DraftLengths | None, config: ServeConfig) -> Iterator[str]:
+    """What to expect of a draft that was chosen, in words."""
+    if tried is not None:
+        yield f"On shipped texts {tried:.0%} of its tokens were accepted."
+    if isinstance(lengths, MeasuredLengths):
+        k, speedup = lengths.expected(_USUAL_CONTEXT, config.longest)
+        yield f"Expected speedup: {speedup:.2f}×, with K = {k}." if k else "It is not expected to pay: K = 0."
 
 
 def _name(target: str) -> str:

@@ -11,7 +11,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from ..decoding.streams import Streams
 from ..engine.engine import Emission, Engine, Load
@@ -26,6 +27,7 @@ STOPPING = "the server is stopping"
 """The error of requests that were cut off."""
 
 _log = logging.getLogger(__name__)
+_Made = TypeVar("_Made")
 
 
 def streams(seed: int, number: int) -> Streams:
@@ -162,7 +164,6 @@ class Worker:
         Raises:
             UsageError: the engine refuses one of them.
         """
-        assert self._loop
         requests, progress = [], {}
         for group in groups:
             serial = next(self._serials)
@@ -172,10 +173,8 @@ class Worker:
                 progress[number] = its
         ticket = Ticket(progress)
         self._tickets |= dict.fromkeys(progress, ticket)
-        taken_in: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(lambda: self._take_in(requests, taken_in))
         try:
-            await taken_in
+            await self.change(lambda _: self._take_in(requests))
         except BaseException:
             self.cancel(ticket)
             raise
@@ -189,6 +188,20 @@ class Worker:
             self._observer.end(ticket.progress[number], self._clock())
         if numbers:
             self._commands.put(lambda: self._cancel(numbers))
+
+    async def change(self, change: Callable[[Engine], _Made]) -> _Made:
+        """Do something to the engine between two steps. Requests wait while it is done, and go on after it.
+
+        Returns:
+            what `change` returns.
+
+        Raises:
+            Exception: what it raises.
+        """
+        assert self._loop
+        made: asyncio.Future[_Made] = self._loop.create_future()
+        self._commands.put(lambda: self._change(change, made))
+        return await made
 
     def cut(self) -> None:
         """End every request with the error `STOPPING`."""
@@ -231,15 +244,20 @@ class Worker:
             self._cancel(numbers)
             return [_failure(number, f"{type(error).__name__}: {error}") for number in numbers]
 
-    def _take_in(self, requests: Sequence[Request], taken_in: asyncio.Future[None]) -> None:
-        error: Exception | None = None
+    def _change(self, change: Callable[[Engine], _Made], made: "asyncio.Future[_Made]") -> None:
+        try:
+            settle = partial(_settle, made, change(self._engine))
+        except Exception as error:
+            settle = partial(_fail, made, error)
+        self._call(settle)
+
+    def _take_in(self, requests: Sequence[Request]) -> None:
         try:
             for request in requests:
                 self._engine.submit(request)
-        except Exception as refused:
+        except Exception:
             self._cancel(request.number for request in requests)
-            error = refused
-        self._call(lambda: _settle(taken_in, error))
+            raise
 
     def _cancel(self, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -282,13 +300,14 @@ class Worker:
             ticket.push(update)
 
 
-def _settle(taken_in: asyncio.Future[None], error: Exception | None) -> None:
-    if taken_in.done():  # whoever waited is gone
-        return
-    if error:
-        taken_in.set_exception(error)
-    else:
-        taken_in.set_result(None)
+def _settle(future: "asyncio.Future[_Made]", result: _Made) -> None:
+    if not future.done():  # else whoever waited is gone
+        future.set_result(result)
+
+
+def _fail(future: "asyncio.Future[_Made]", error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _failure(number: int, reason: str) -> Emission:
