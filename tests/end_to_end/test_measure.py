@@ -199,7 +199,7 @@ def test_nan_in_the_logits_is_said(pair: Path, tmp_path: Path, monkeypatch: pyte
 def test_a_loss_is_explained_beside_the_trace_and_in_the_reports(pair: Path, tmp_path: Path) -> None:
     command = (
         f"measure --target {pair}/target --draft {pair}/draft --formats bf16,w4a8 --workload {pair}/prompts.jsonl "
-        f"--prompts 3 --max-tokens 6 --k 1 --confirm 0 --no-cache --attribute w4a8 -o {tmp_path}/out"
+        f"--prompts 3 --max-tokens 6 --k 1 --confirm 0 --no-cache --kv int8 --attribute w4a8 -o {tmp_path}/out"
     )
     result = CliRunner().invoke(cli.app, command.split(), catch_exceptions=False)
     assert result.exit_code == 0
@@ -207,7 +207,7 @@ def test_a_loss_is_explained_beside_the_trace_and_in_the_reports(pair: Path, tmp
     found = json.loads((tmp_path / "out" / "report.json").read_text())["attribution"]["w4a8"]
     assert set(found["layers"]) == {"layer 0"}
     assert "head" in found["classes"]
-    parts = [found["inputs"], found["unexplained"], *found["classes"].values()]
+    parts = [found["inputs"], found["kv"], found["unexplained"], *found["classes"].values()]
     assert sum(part["value"] for part in parts) == pytest.approx(found["whole"]["value"], abs=1e-12)
     lines = (tmp_path / "out" / "attribution.jsonl").read_text()
     again = CliRunner().invoke(cli.app, [*command.split(), "--resume"], catch_exceptions=False)

@@ -13,6 +13,7 @@ from paged import EOS, V, draft_table, model_drafter, paged, said, target_table
 from bitdraft.decoding.protocols import Drafter
 from bitdraft.drafters.ngram import NGramDrafter
 from bitdraft.drafters.scripted import always_wrong
+from bitdraft.engine.controller import FixedLengths
 from bitdraft.engine.engine import Emission, Engine
 from bitdraft.engine.scheduler import Scheduler
 from bitdraft.engine.sequence import Request
@@ -304,6 +305,20 @@ def test_prefixes_are_shared_while_both_run_and_one_is_cancelled() -> None:
     for emission in engine.run():
         outcome.add(emission)
     assert outcome.tokens[-1:] == alone(Request(1, (*prompt, 1), GREEDY), "model").tokens[-1:]
+
+
+@pytest.mark.parametrize(("k", "steps"), [(0, 2), (3, 6)])
+def test_a_prompt_is_read_beside_many_that_draft(k: int, steps: int) -> None:
+    """What drafts counts as what it drafts, not as what it may; and a quarter of a step's rows is left for prompts."""
+    engine = make(paged(target_table, 200), "model", max_batch=16, max_rows=64, lengths=FixedLengths(k))
+    for number in range(15):
+        engine.submit(Request(number, SYSTEM[:4], replace(GREEDY, max_tokens=60, ignore_eos=True)))
+    for _ in range(4):
+        engine.step()
+    engine.submit(Request(15, SYSTEM[:30] * 3, GREEDY))
+    for _ in range(steps - 1):
+        assert all(emission.request != 15 for emission in engine.step())
+    assert any(emission.request == 15 for emission in engine.step())
 
 
 def test_what_was_used_longest_ago_is_given_up_first() -> None:

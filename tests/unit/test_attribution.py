@@ -12,10 +12,11 @@ from test_sensitivity import Calm, probe_of
 from bitdraft.errors import UsageError
 from bitdraft.formats import Recipe, get_format
 from bitdraft.measure.attribution import Swap, attribution, attribution_json, attribution_markdown, is_whole
-from bitdraft.measure.swaps import swaps
+from bitdraft.measure.swaps import swaps, with_kv
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.decoder import Decoder, prepare_model
+from bitdraft.models.kv_scales import find_scales
 from bitdraft.quantize.pipeline import quantize
 from bitdraft.types import Feed
 
@@ -26,14 +27,18 @@ def source(tmp_path_factory):
     return Calm(open_checkpoint(write_folder(folder / "m", config("llama", num_layers=3))))
 
 
-def explain(source, low):
-    """All swaps of `low`, the 16-bit draft itself being the target, so that every change is a loss."""
+def explain(source, low, kv=None):
+    """All swaps of `low`, the 16-bit draft itself being the target, so that every change is a loss.
+
+    Of keys and values in fp8, the scales are a hundred thousand times too large.
+    """
     base = quantize(source, Recipe.parse("bf16"), rng=np.random.default_rng(0))
     lines, targets = [], {}
-    for kind, name, make in swaps(source, base, low):
+    for kind, name, make, form in with_kv(swaps(source, base, low), kv):
         decoder = Decoder(prepare_model(make()))
+        scales = [(k * 1e5, v * 1e5) for k, v in find_scales(decoder, [1, 2, 3])] if form.needs_scales else None
         for text in probe_of(source).texts:
-            model = CachedModel(decoder, kv_tokens=64, vocab_size=source.config.vocab_size)
+            model = CachedModel(decoder, kv_tokens=64, vocab_size=source.config.vocab_size, kv=form, kv_scales=scales)
             q = model.forward([Feed(0, text.context, 0, len(text.prompt) - 1)]).softmax(-1)
             p = targets.setdefault((text.workload, text.index), q)
             overlap = torch.minimum(p, q).sum(-1).clamp(0, 1).tolist()
@@ -91,6 +96,26 @@ def test_inputs_and_clipping_are_told_apart(source):
     harsh = attribution(explain(source, low), rng)
     assert harsh.clipping.value > 5 * abs(harsh.resolution.value)  # 6 bits have steps enough; the range was the fault
     assert harsh.inputs.value == 0.0
+
+
+def test_keys_and_values_are_a_cause_of_their_own(source):
+    """Beside 8-bit weights without fault."""
+    low = quantize(source, Recipe.parse("w8a8"), rng=np.random.default_rng(0))
+    found = attribution(explain(source, low, "fp8"), np.random.default_rng(0))
+    assert found.kv.value > 0
+    assert found.kv.value == pytest.approx(found.whole.value, rel=0.3)
+    parts = found.inputs.value + found.kv.value + sum(cause.loss.value for cause in found.classes)
+    assert parts + found.unexplained.value == pytest.approx(found.whole.value, abs=1e-12)
+    assert f"| keys and values | {100 * found.kv.value:.2f} (" in attribution_markdown(found)
+
+
+@pytest.mark.parametrize("kv", [None, "bf16", "f32"])
+def test_keys_and_values_in_16_bits_cost_nothing(source, kv):
+    low = quantize(source, Recipe.parse("w4a8"), rng=np.random.default_rng(0))
+    base = quantize(source, Recipe.parse("bf16"), rng=np.random.default_rng(0))
+    asked = [(kind, name, form.name) for kind, name, _, form in with_kv(swaps(source, base, low), kv)]
+    assert asked == [(kind, name, "bf16") for kind, name, _ in swaps(source, base, low)]
+    assert attribution(explain(source, low), np.random.default_rng(0)).kv.value == 0
 
 
 def test_methods_that_fold_scales_are_refused(source):

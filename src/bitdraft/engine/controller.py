@@ -100,6 +100,7 @@ _FIRST_PLAIN, _RARELY_PLAIN = 8, 512  # steps with drafts before one without, to
 _PROBE_LENGTH = 2
 _FAR_BEHIND = 16  # unread tokens from which on the draft's reading has to pay by itself
 _SAVED_STEPS = 20  # plain steps' time that may be saved up for probes
+_CREDIT_STEPS = 12  # the same before anything was saved: that drafts do not pay has to be tried early
 _SHARE_OF_GAINS = 0.1  # of the time that drafts have saved: also goes into probes
 _LONG_OUTPUT = 128.0  # tokens of an output, until some have ended
 
@@ -180,7 +181,7 @@ class MeasuredLengths:
         """
         self.times, self.acceptance = StepTimes(target, draft, reading), Acceptance(prior or {})
         self._probing = probing
-        self._saved = 0.0  # seconds that probes may cost
+        self._saved = _CREDIT_STEPS * target.seconds(1, 1, 1)  # seconds that probes may cost
         self._requests: dict[int, _Known] = {}
         self._outputs: dict[str, float] = {}
         self._since_plain: dict[int, tuple[int, int]] = {}  # by size of batch: steps, and how many to wait for

@@ -17,6 +17,9 @@ from ..types import Blocks, Feed, Proposal
 from .controller import Asked, DraftLengths
 from .sequence import Sequence
 
+LEAST_SHARE = 4
+"""Prompts get a chunk of one in so many of a step's rows, at least, whatever is decoded and drafted beside them."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -90,6 +93,7 @@ class Scheduler:
         self._target, self._release = target, release
         self._max_batch, self._max_rows, self._max_scored = max_batch, max_rows, max_scored
         self._context_length, self._max_draft = context_length, max_draft
+        self._drafted = 0  # tokens that the last step was to draft: the next one will be much like it
 
     def schedule(self) -> Batch:
         """Make room for those who run, admit who fits, and divide the step's rows: decoding first, then prompts."""
@@ -160,7 +164,8 @@ class Scheduler:
         blocks = self._target.blocks()
         free = max(blocks.available - self._least_of_all(), 0)
         deciding = [s for s in self.running if s.decides and s.missing == 1]
-        rows = max(self._max_rows - sum(1 + self.budget(s) for s in deciding), 1)
+        drafted = min(self._drafted, sum(self.budget(s) for s in deciding))
+        rows = max(self._max_rows - len(deciding) - drafted, self._max_rows // LEAST_SHARE, 1)
         scored, filling = self._max_scored, []
         for s in [s for s in self.running if not s.decides or s.missing > 1]:
             least = self._least(s, blocks)
@@ -180,6 +185,7 @@ class Scheduler:
             else:
                 filling.append((s, count))
         lengths = self._draft_lengths(deciding)
+        self._drafted = sum(lengths)
         rows_to_draft = tuple(s.draft_row(length, self.budget(s)) for s, length in zip(deciding, lengths, strict=True))
         return Batch(tuple(filling), tuple(deciding), rows_to_draft)
 

@@ -1,7 +1,7 @@
 """Why a low-bit draft is accepted less than the 16-bit one: the loss by cause, each from a draft with one swap.
 
     loss(cause)  =  mean overlap of the 16-bit draft  -  mean overlap of the same draft with that one thing in low bits
-    unexplained  =  loss(whole)  -  sum of loss(tensor classes)  -  loss(inputs)
+    unexplained  =  loss(whole)  -  sum of loss(tensor classes)  -  loss(inputs)  -  loss(keys and values)
 
 Every term is a draft that was run, on the same texts, so every interval is paired. Single causes need not add up to
 the whole: rounding errors add in variance, and what a distribution loses is not linear in it. `unexplained` says by how
@@ -23,9 +23,10 @@ from .stats import RESAMPLES, Estimate, combine, ratio_of_sums, resample
 
 FILE = "attribution.jsonl"
 
-Kind = Literal["base", "whole", "class", "layers", "inputs", "clipping"]
-"""What was swapped: nothing; all; a class of tensors, or some layers, with 16-bit inputs; all but the inputs; the
-weights that lie outside of what the codes reach, all others kept."""
+Kind = Literal["base", "whole", "rest", "kv", "class", "layers", "inputs", "clipping"]
+"""What was swapped: nothing; all; all but keys and values, and these alone, where they are in low bits; a class of
+tensors, or some layers, with 16-bit inputs; all weights with 16-bit inputs; the weights that lie outside of what the
+codes reach, all others kept."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,10 @@ class Attribution:
         base: acceptance of the 16-bit draft. whole: what the low-bit draft loses.
         classes: by class of tensors, the head among them. layers: by neighbouring layers; the same loss, cut across.
         inputs: what rounding the inputs costs beside rounded weights; 0 if the format does not.
+        kv: what keys and values in low bits cost the 16-bit draft; 0 if the measurement had them in 16.
         clipping, resolution: the loss of all rounded weights, cut another way: what lies outside of the range of the
             codes, and the rest, which is their step.
-        unexplained: the whole less classes and inputs.
+        unexplained: the whole less classes, inputs, and keys and values.
     """
 
     format: str
@@ -80,6 +82,7 @@ class Attribution:
     classes: tuple[Cause, ...]
     layers: tuple[Cause, ...]
     inputs: Estimate
+    kv: Estimate
     clipping: Estimate
     resolution: Estimate
     unexplained: Estimate
@@ -144,8 +147,10 @@ def attribution(lines: Sequence[Swap], rng: np.random.Generator, resamples: int 
     losses = {what: combine(lambda b, s: b - s, base, acceptance(of)) for what, of in swaps.items()}
     nothing = combine(lambda b: 0 * b, base)
     whole = losses["whole", ""]
-    rounded = losses.get(("inputs", ""), whole)  # all weights, with 16-bit inputs
-    inputs = combine(lambda a, b: a - b, whole, rounded)
+    rest = losses.get(("rest", ""), whole)  # all weights and inputs
+    rounded = losses.get(("inputs", ""), rest)  # all weights, with 16-bit inputs
+    inputs = combine(lambda a, b: a - b, rest, rounded)
+    kv = losses.get(("kv", ""), nothing)
     clipping = losses.get(("clipping", ""), nothing)
     parts = {
         kind: tuple(Cause(kind, name, loss) for (k, name), loss in losses.items() if k == kind)
@@ -160,9 +165,10 @@ def attribution(lines: Sequence[Swap], rng: np.random.Generator, resamples: int 
         classes=parts["class"],
         layers=parts["layers"],
         inputs=inputs,
+        kv=kv,
         clipping=clipping,
         resolution=combine(lambda a, b: a - b, rounded, clipping),
-        unexplained=combine(lambda w, *rest: w - sum(rest), whole, inputs, *(c.loss for c in parts["class"])),
+        unexplained=combine(lambda w, *rest: w - sum(rest), whole, inputs, kv, *(c.loss for c in parts["class"])),
     )
 
 
@@ -177,7 +183,7 @@ def attribution_json(found: Attribution) -> dict[str, Any]:
         "format": found.format,
         "texts": found.texts,
         "tokens": found.tokens,
-        **{name: plain(getattr(found, name)) for name in ("base", "whole", "inputs", "clipping", "resolution")},
+        **{name: plain(getattr(found, name)) for name in ("base", "whole", "inputs", "kv", "clipping", "resolution")},
         "unexplained": plain(found.unexplained),
         "classes": {cause.name: plain(cause.loss) for cause in found.classes},
         "layers": {cause.name: plain(cause.loss) for cause in found.layers},
@@ -196,7 +202,8 @@ def attribution_markdown(found: Attribution) -> str:
 
     rows = [("whole", found.whole)]
     rows += [(cause.name, cause.loss) for cause in found.classes]
-    rows += [("rounded inputs", found.inputs), ("not explained by these", found.unexplained)]
+    rows += [("rounded inputs", found.inputs), ("keys and values", found.kv)]
+    rows += [("not explained by these", found.unexplained)]
     rows += [(f"of which {name}", getattr(found, name)) for name in ("clipping", "resolution")]
     rows += [(cause.name, cause.loss) for cause in found.layers]
     table = "\n".join(f"| {name} | {points(loss)} |" for name, loss in rows)
@@ -206,6 +213,6 @@ def attribution_markdown(found: Attribution) -> str:
         f"Most by {tensors}, and in {layers}. Acceptance at temperature 1 on {found.texts} texts, {found.tokens} "
         f"tokens: {100 * found.base.value:.1f} % in 16 bits. Points lost when that part alone is in low bits:\n\n"
         f"| cause | points lost |\n|---|---|\n{table}\n\n"
-        "Clipping and resolution cut the rounded weights' loss another way, and the layers once more. Keys, values and "
-        "rotary angles are the same in both drafts, and cost nothing."
+        "Clipping and resolution cut the rounded weights' loss another way, and the layers once more. Rotary angles "
+        "are float32 in every draft, and cost nothing."
     )

@@ -4,7 +4,7 @@ Shape suffixes: N outputs, K inputs, G groups, S inputs of a group.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from ..formats import Recipe, get_format
+from ..formats import KVFormat, Recipe, get_format, get_kv_format
 from ..models.cached import CachedModel
 from ..models.checkpoint import Checkpoint, Weights
 from ..models.decoder import Decoder, prepare_model
+from ..models.kv_scales import find_scales
 from ..models.tokenizer import check_pair
 from ..ops.packed import Packed
 from ..quantize.load import Progress, Source, open_source
@@ -39,8 +40,9 @@ BANDS = 8
 CLASSES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TABLES = ("lm_head", "model.embed_tokens")
 
-Judge = Callable[[Weights], Sequence[Tensor]]
-"""From a draft's weights to the overlaps of each text of a probe."""
+MakeWeights = Callable[[], Weights]
+Judge = Callable[[Weights, KVFormat], Sequence[Tensor]]
+"""From a draft's weights, and the format of its keys and values, to the overlaps of each text of a probe."""
 
 
 def attribute(
@@ -77,28 +79,47 @@ def attribute(
     base = quantize(draft.checkpoint, Recipe.parse("bf16"), rng=rng, progress=progress)
     low = quantize(draft.checkpoint, recipe, rng=rng, calibration=calibration, progress=progress)
     journal = _Journal(folder, recipe.name, probe)
-    passes = list(swaps(draft.checkpoint, base, low))
-    for done, (kind, name, make) in enumerate(passes):
+    judge = _judge(probe, target, usable, [token for ids in calibration for token in ids])
+    passes = list(with_kv(swaps(draft.checkpoint, base, low), run.kv))
+    for done, (kind, name, make, kv) in enumerate(passes):
         what = f"explaining {recipe.name}"
         if progress:
             progress(done, len(passes), what)
         if not journal.has(kind, name):
-            journal.add(kind, name, _judge(probe, target, usable)(make()))
+            journal.add(kind, name, judge(make(), kv))
         if progress:
             progress(done + 1, len(passes), what)
 
 
-def _judge(probe: AcceptanceProbe, target: Source, usable: int) -> Judge:
+def _judge(probe: AcceptanceProbe, target: Source, usable: int, text: Sequence[int]) -> Judge:
     longest = max(len(text.context) for text in probe.texts)
 
-    def judge(weights: Weights) -> Sequence[Tensor]:
+    def judge(weights: Weights, kv: KVFormat) -> Sequence[Tensor]:
         decoder, width = Decoder(prepare_model(weights)), target.tokenizer.vocab_size
-        return probe.judge(CachedModel(decoder, kv_tokens=longest, vocab_size=width, usable=usable))
+        scales = find_scales(decoder, text) if kv.needs_scales else None
+        return probe.judge(
+            CachedModel(decoder, kv_tokens=longest, vocab_size=width, usable=usable, kv=kv, kv_scales=scales)
+        )
 
     return judge
 
 
-def swaps(source: Checkpoint, base: Weights, low: Weights) -> Iterator[tuple[Kind, str, Callable[[], Weights]]]:
+def with_kv(
+    of_weights: Iterable[tuple[Kind, str, MakeWeights]], kv: str | None
+) -> Iterator[tuple[Kind, str, MakeWeights, KVFormat]]:
+    """Swaps with formats of keys and values: 16 bits but for the whole; and these alone in `kv`, if that is smaller."""
+    plain = get_kv_format("bf16")
+    low = get_kv_format(kv or plain.name)
+    smaller = low.bits_per_number(64) < 16
+    for kind, name, make in of_weights:
+        yield kind, name, make, low if smaller and kind == "whole" else plain
+        if smaller and kind == "base":
+            yield "kv", "", make, low
+        if smaller and kind == "whole":
+            yield "rest", "", make, plain
+
+
+def swaps(source: Checkpoint, base: Weights, low: Weights) -> Iterator[tuple[Kind, str, MakeWeights]]:
     """Every swap between a draft in 16 bits and the same in low bits: what it is, and how to make its weights.
 
     Raises:
