@@ -96,9 +96,10 @@ class FixedLengths:
 _CERTAIN = 0.95  # a draft's acceptance when it goes as well as can be hoped for
 _MARGIN = 1.01  # a smaller gain than this is not worth the risk that the estimates are wrong
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512  # steps of a request without drafts before it is tried again
-_FIRST_PLAIN, _RARELY_PLAIN = 8, 512  # steps with drafts before one without, to know what that costs
+_PLAIN_SEEN = 3  # steps without drafts of a size of batch that have to be seen before the first one with
+_FIRST_PLAIN, _RARELY_PLAIN = 8, 64  # steps with drafts before one without, to know what that costs
 _PROBE_LENGTH = 2
-_FAR_BEHIND = 16  # unread tokens from which on the draft's reading has to pay by itself
+_FAR_BEHIND = 16  # unread tokens of a step from which on the draft's reading has to pay by itself
 _SAVED_STEPS = 20  # plain steps' time that may be saved up for probes
 _CREDIT_STEPS = 12  # the same before anything was saved: that drafts do not pay has to be tried early
 _SHARE_OF_GAINS = 0.1  # of the time that drafts have saved: also goes into probes
@@ -184,6 +185,7 @@ class MeasuredLengths:
         self._saved = _CREDIT_STEPS * target.seconds(1, 1, 1)  # seconds that probes may cost
         self._requests: dict[int, _Known] = {}
         self._outputs: dict[str, float] = {}
+        self._plain_seen: dict[int, int] = {}  # by size of batch: steps without drafts, up to `_PLAIN_SEEN`
         self._since_plain: dict[int, tuple[int, int]] = {}  # by size of batch: steps, and how many to wait for
         self._step: _Step | None = None
         self._records: list[StepRecord] = []
@@ -270,7 +272,9 @@ class MeasuredLengths:
         best = fastest(survival, tables)
         plain = tables.plain / len(asked)  # seconds a token
         saved = plain - 1 / best.rate
-        behind = [i for i, k in enumerate(best.lengths) if k and unread[i] > _FAR_BEHIND]
+        behind = [i for i, k in enumerate(best.lengths) if k and unread[i] > 2]
+        if sum(unread[i] for i in behind) <= _FAR_BEHIND:
+            return best
         dear = {i for i in behind if tables.catch_up * unread[i] > saved * self._to_come(asked[i], known[i])}
         if not dear:
             return best
@@ -282,8 +286,10 @@ class MeasuredLengths:
         return min(one.left, max(usual, known.produced, 1))
 
     def _plain_is_due(self, batch: int) -> bool:
-        """Whether to see again what a step without drafts costs here; rarer and rarer."""
+        """Whether to see what a step without drafts costs here: at first, and then again, rarer and rarer."""
         size = batch.bit_length()
+        if self._plain_seen.get(size, 0) < _PLAIN_SEEN:
+            return True
         steps, wait = self._since_plain.get(size, (0, _FIRST_PLAIN))
         due = steps + 1 >= wait
         self._since_plain[size] = (0, min(2 * wait, _RARELY_PLAIN)) if due else (steps + 1, wait)
@@ -368,8 +374,10 @@ class MeasuredLengths:
             if rest is not None:
                 self.times.observe_plain(len(drafted), step.context, some.draft_seconds + rest)
                 size = len(drafted).bit_length()
+                self._plain_seen[size] = min(self._plain_seen.get(size, 0) + 1, _PLAIN_SEEN)
                 self._since_plain[size] = 0, self._since_plain.get(size, (0, _FIRST_PLAIN))[1]
         elif any(drafted):
-            unread = sum(u for u, k in zip(step.unread, step.lengths, strict=True) if k and u > _FAR_BEHIND)
+            unread = sum(u for u, k in zip(step.unread, step.lengths, strict=True) if k and u > 2)
+            unread = unread if unread > _FAR_BEHIND else 0
             reading = any(k and not n for k, n in zip(step.lengths, drafted, strict=True))
             self.times.observe_drafted(step.context, drafted, unread, None if reading else some.draft_seconds, rest)

@@ -10,11 +10,12 @@ import hashlib
 import json
 import math
 import os
+import sys
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -65,12 +66,18 @@ class Grid:
     Attributes:
         rows: of each sequence. contexts: tokens in each cache. batches: sequences in a step.
         repeats: timings of each step at most, after one that warms up.
+        most: rows of all sequences of a step together, at most; one row of each is timed all the same.
     """
 
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
     repeats: int
+    most: int = sys.maxsize
+
+    def rows_of(self, batch: int) -> tuple[int, ...]:
+        """The rows that steps of so many sequences are timed with."""
+        return tuple(rows for rows in self.rows if rows * batch <= self.most) or self.rows[:1]
 
     def fitted(self, model: CachedModel) -> "Grid":
         """The same steps as far as the model's context and the free part of its cache reach, nearer where not.
@@ -88,15 +95,14 @@ class Grid:
                 "give the model a larger cache, or time smaller steps."
             )
         contexts = tuple(sorted({min(context, longest) for context in self.contexts}))
-        return Grid(self.rows, contexts, self.batches, self.repeats)
+        return replace(self, contexts=contexts)
 
 
 AT_LOAD = Grid(rows=(1, 2, 3, 4, 6, 8), contexts=(128, 2048), batches=(1, 4), repeats=3)
 """Few enough for the second or two that a load may take."""
 
-AT_SERVE = Grid(rows=(1, 2, 4, 8), contexts=(128, 2048), batches=(1, 4, 16), repeats=2)
+AT_SERVE = Grid(rows=(1, 2, 4, 8), contexts=(128, 2048), batches=(1, 4, 16), repeats=2, most=32)
 """For a server, whose batches are larger. Single sequences come first, so that a short time still tells something."""
-
 
 AT_READING = Grid(rows=(64,), contexts=(64,), batches=(1,), repeats=2)
 """For a draft that reads a text: a row among many costs a part of what it costs in a step of few."""
@@ -202,13 +208,17 @@ def measure_curve(
 
 def _order(grid: Grid) -> list[tuple[int, int, int]]:
     """All (rows, context, batch): of each batch the corners first, then what lies between them."""
-    ends, between = grid.rows[:: max(1, len(grid.rows) - 1)], grid.rows[1:-1]
     return [
         (rows, context, batch)
         for batch in grid.batches
-        for part in (ends, between)
+        for part in (_ends(grid, batch), grid.rows_of(batch)[1:-1])
         for context, rows in product(grid.contexts, part)
     ]
+
+
+def _ends(grid: Grid, batch: int) -> tuple[int, ...]:
+    """The fewest and the most rows of so many sequences; one number where they are the same."""
+    return (rows := grid.rows_of(batch))[:: max(1, len(rows) - 1)]
 
 
 def _likely(taken: Mapping[tuple[int, int, int], Sequence[float]], place: tuple[int, int, int]) -> float:
@@ -224,9 +234,9 @@ def _likely(taken: Mapping[tuple[int, int, int], Sequence[float]], place: tuple[
 def _whole(steps: Sequence[StepCost], grid: Grid) -> Iterator[StepCost]:
     """Without larger batches whose corners were not all reached: a guess from one sequence is better than from half."""
     reached = {(s.rows, s.context, s.batch) for s in steps}
-    ends = {grid.rows[0], grid.rows[-1]}
     for step in sorted(steps, key=lambda s: (s.batch, s.context, s.rows)):
-        if step.batch == 1 or all((r, c, step.batch) in reached for r, c in product(ends, grid.contexts)):
+        corners = product(_ends(grid, step.batch), grid.contexts)
+        if step.batch == 1 or all((r, c, step.batch) in reached for r, c in corners):
             yield step
 
 

@@ -23,7 +23,7 @@ from .app import Service
 from .load import Loading, Pair, load_draft, open_draft
 from .memory import MemoryPlan, available_memory, plan_draft
 
-TIMING_SECONDS = 4.0
+TIMING_SECONDS = 6.0
 """How long a model's steps are timed at the first start with it."""
 FEWEST_TOKENS = 64
 """Tokens of cache that each sequence of a timed step has at least."""
