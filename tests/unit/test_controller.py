@@ -223,7 +223,7 @@ def test_a_target_curve_that_is_wrong_about_plain_steps_is_found_out(factor):
 
 @pytest.mark.parametrize("batch", [8, 16, 32])
 def test_a_target_curve_of_few_sequences_is_found_out(batch):
-    """Of more of them it says too much, with drafts and without, so that drafts look good: steps without are seen first."""
+    """Of more of them it says too much, without drafts as well, so that drafts look good. Plain steps come first."""
     machine = Machine(*SATURATED, lambda r, o: 0.88, reading=2e-3)
     few = StepCurve(tuple(step for step in SATURATED[0].steps if step.batch <= 4))
     assert speed(machine, MeasuredLengths(few, SATURATED[1], {"": (0.88,)}, reading=2e-3), batch, 300 * batch) >= 0.98

@@ -100,8 +100,7 @@ _PLAIN_SEEN = 3  # steps without drafts of a size of batch that have to be seen 
 _FIRST_PLAIN, _RARELY_PLAIN = 8, 64  # steps with drafts before one without, to know what that costs
 _PROBE_LENGTH = 2
 _FAR_BEHIND = 16  # unread tokens of a step from which on the draft's reading has to pay by itself
-_SAVED_STEPS = 20  # plain steps' time that may be saved up for probes
-_CREDIT_STEPS = 12  # the same before anything was saved: that drafts do not pay has to be tried early
+_SAVED_STEPS = 12  # plain steps' time that may be saved up for probes
 _SHARE_OF_GAINS = 0.1  # of the time that drafts have saved: also goes into probes
 _LONG_OUTPUT = 128.0  # tokens of an output, until some have ended
 
@@ -182,7 +181,8 @@ class MeasuredLengths:
         """
         self.times, self.acceptance = StepTimes(target, draft, reading), Acceptance(prior or {})
         self._probing = probing
-        self._saved = _CREDIT_STEPS * target.seconds(1, 1, 1)  # seconds that probes may cost
+        # Seconds that probes may cost. The first ones are on credit: that drafts do not pay has to be tried early.
+        self._saved = _SAVED_STEPS * target.seconds(1, 1, 1)
         self._requests: dict[int, _Known] = {}
         self._outputs: dict[str, float] = {}
         self._plain_seen: dict[int, int] = {}  # by size of batch: steps without drafts, up to `_PLAIN_SEEN`
