@@ -150,4 +150,11 @@ def test_the_length_follows_the_new_draft(folders: Path, tmp_path: Path, monkeyp
         assert "no draft" in httpx.get(f"{running.url}/info").json()["speculative"]["draft_length"]
         change(running, folders / "draft")
         running.complete("hello world", max_tokens=30)
+        for n in range(40):  # until prefixes fill the target's cache
+            running.complete(f"{n} hello " * 60, max_tokens=1)
+        load = running.service.worker.load
+        assert load.cached_blocks > 0.9 * load.kv_blocks_total
+        change(running, folders / "target")
+        assert httpx.get(f"{running.url}/info").json()["speculative"]["draft_length"] == "Nothing was decided yet."
+        running.complete("hello world", max_tokens=30)
         assert "for 1 sequence" in httpx.get(f"{running.url}/info").json()["speculative"]["draft_length"]

@@ -99,6 +99,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 8, 512  # steps of a request without drafts befor
 _PLAIN_SEEN = 3  # steps without drafts of a size of batch that have to be seen before the first one with
 _FIRST_PLAIN, _RARELY_PLAIN = 8, 64  # steps with drafts before one without, to know what that costs
 _PROBE_LENGTH = 2
+_KEPT_UP = 2  # unread tokens of a draft that missed no step, at most
 _FAR_BEHIND = 16  # unread tokens of a step from which on the draft's reading has to pay by itself
 _SAVED_STEPS = 12  # plain steps' time that may be saved up for probes
 _SHARE_OF_GAINS = 0.1  # of the time that drafts have saved: also goes into probes
@@ -272,7 +273,7 @@ class MeasuredLengths:
         best = fastest(survival, tables)
         plain = tables.plain / len(asked)  # seconds a token
         saved = plain - 1 / best.rate
-        behind = [i for i, k in enumerate(best.lengths) if k and unread[i] > 2]
+        behind = [i for i, k in enumerate(best.lengths) if k and unread[i] > _KEPT_UP]
         if sum(unread[i] for i in behind) <= _FAR_BEHIND:
             return best
         dear = {i for i in behind if tables.catch_up * unread[i] > saved * self._to_come(asked[i], known[i])}
@@ -377,7 +378,7 @@ class MeasuredLengths:
                 self._plain_seen[size] = min(self._plain_seen.get(size, 0) + 1, _PLAIN_SEEN)
                 self._since_plain[size] = 0, self._since_plain.get(size, (0, _FIRST_PLAIN))[1]
         elif any(drafted):
-            unread = sum(u for u, k in zip(step.unread, step.lengths, strict=True) if k and u > 2)
+            unread = sum(u for u, k in zip(step.unread, step.lengths, strict=True) if k and u > _KEPT_UP)
             unread = unread if unread > _FAR_BEHIND else 0
             reading = any(k and not n for k, n in zip(step.lengths, drafted, strict=True))
             self.times.observe_drafted(step.context, drafted, unread, None if reading else some.draft_seconds, rest)

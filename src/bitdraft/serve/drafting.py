@@ -48,22 +48,26 @@ class Drafting:
         return self.lengths.reasons() if self.lengths and self.pair.drafter else "K = 0: there is no draft."
 
 
+def time_target(pair: Pair) -> StepCurve:
+    """What steps of the target cost here, timed now or at an earlier start; for a cache that nobody uses yet."""
+    return _curve(pair.target, pair.opened.target, pair.opened.target_recipe.name, cache_folder() / "curves")
+
+
 def choose_lengths(
-    pair: Pair, fixed: int | None, acceptance: Mapping[str, Sequence[float]] | None = None
+    pair: Pair, target: StepCurve | int, acceptance: Mapping[str, Sequence[float]] | None = None
 ) -> DraftLengths | None:
-    """What chooses draft lengths: the costs of steps here, timed now or at an earlier start, unless one is given.
+    """What chooses draft lengths; None where nothing drafts.
 
     Args:
-        pair: whose steps are timed.
-        fixed: the length, if it is given.
+        pair: a target and a draft that nobody uses yet, whose steps are timed.
+        target: what the target's steps cost; or the length, if it is given.
         acceptance: of the draft, as it was measured.
     """
-    if fixed is not None:
-        return FixedLengths(fixed)
+    if isinstance(target, int):
+        return FixedLengths(target)
     if pair.drafter is None:
         return None
     opened, folder = pair.opened, cache_folder() / "curves"
-    target = _curve(pair.target, opened.target, opened.target_recipe.name, folder)
     if pair.draft is None or opened.draft is None or opened.draft_recipe is None:
         return MeasuredLengths(target, None, acceptance)
     draft = _curve(pair.draft, opened.draft, opened.draft_recipe.name, folder)
@@ -84,7 +88,7 @@ Redraft = Callable[[str | None, str], Awaitable[None]]
 """Lets another draft, by name and format, take the place of the present one."""
 
 
-def redrafting(service: Service, drafting: Drafting, runs: info.Runs, how: Loading, fixed: int | None) -> Redraft:
+def redrafting(service: Service, drafting: Drafting, runs: info.Runs, how: Loading, target: StepCurve | int) -> Redraft:
     """What changes the draft of a service.
 
     Args:
@@ -92,7 +96,7 @@ def redrafting(service: Service, drafting: Drafting, runs: info.Runs, how: Loadi
         drafting: what drafts now.
         runs: how the engine was set up.
         how: the pair was loaded.
-        fixed: the draft length, if it is given.
+        target: as for `choose_lengths`.
     """
     one_at_a_time = asyncio.Lock()
 
@@ -104,7 +108,7 @@ def redrafting(service: Service, drafting: Drafting, runs: info.Runs, how: Loadi
 
             def change(engine: Engine) -> Drafting:
                 pair = load_draft(opened, drafting.pair.target, how)
-                lengths = choose_lengths(pair, fixed)
+                lengths = choose_lengths(pair, target)
                 engine.draft_by(PredictedDrafter(pair.drafter), lengths)
                 return Drafting(pair, plan, lengths)
 

@@ -10,7 +10,7 @@ from ..errors import UsageError
 from ..quantize.load import Progress, open_source
 from .app import Service
 from .auto_draft import AUTO_DRAFT, choose_draft
-from .drafting import Drafting, choose_lengths, redrafting
+from .drafting import Drafting, choose_lengths, redrafting, time_target
 from .info import Runs
 from .load import Loading, Opened, load_pair, open_pair
 from .memory import MemoryPlan, available_memory, plan_memory
@@ -135,7 +135,10 @@ def load_service(
     )
     pair = load_pair(opened, how, progress)
     tried = try_draft(pair, calibration, config.longest) if opened.why and not config.acceptance else None
-    lengths = choose_lengths(pair, config.draft_length, {"": (tried,)} if tried is not None else config.acceptance)
+    # A target whose draft may be changed is timed now as well, while its cache is empty.
+    adapts = config.draft_length is None and (pair.drafter is not None or settings.admin)
+    target = time_target(pair) if adapts else config.draft_length or 0
+    lengths = choose_lengths(pair, target, {"": (tried,)} if tried is not None else config.acceptance)
     if opened.why:
         pair = replace(pair, opened=replace(opened, why=" ".join([opened.why, *_expected(tried, lengths, config)])))
         fields = {"draft": pair.opened.why, "not_chosen": dict(opened.refused)}
@@ -144,7 +147,7 @@ def load_service(
     runs = Runs(config.max_batch, config.max_rows, config.longest, config.confidence, config.prefix_cache)
     service = make_service(drafting, settings, runs)
     if settings.admin:
-        service.redraft = redrafting(service, drafting, runs, how, config.draft_length)
+        service.redraft = redrafting(service, drafting, runs, how, target)
     return service
 
 
