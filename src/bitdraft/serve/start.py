@@ -134,10 +134,10 @@ def load_service(
         max_rows=config.max_rows,
     )
     pair = load_pair(opened, how, progress)
-    tried = try_draft(pair, calibration, config.longest) if opened.why and not config.acceptance else None
     # A target whose draft may be changed is timed now as well, while its cache is empty.
     adapts = config.draft_length is None and (pair.drafter is not None or settings.admin)
     target = time_target(pair) if adapts else config.draft_length or 0
+    tried = try_draft(pair, calibration, config.longest) if opened.why and not config.acceptance else None
     lengths = choose_lengths(pair, target, {"": (tried,)} if tried is not None else config.acceptance)
     if opened.why:
         pair = replace(pair, opened=replace(opened, why=" ".join([opened.why, *_expected(tried, lengths, config)])))

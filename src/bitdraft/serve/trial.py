@@ -15,7 +15,7 @@ def try_draft(pair: Pair, texts: Sequence[str], k: int) -> float | None:
     """Let the target go on from some texts, greedily, with its draft.
 
     Args:
-        pair: a loaded pair that nobody uses yet; its caches are as before.
+        pair: a loaded pair that nobody uses yet; of the texts its caches keep what prefix caches keep.
         texts: some of them are taken, from all over.
         k: tokens drafted a step.
 
