@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import threading
 import time
-from statistics import median
 
 import httpx2 as httpx
 import numpy as np
@@ -20,6 +19,7 @@ import uvicorn
 
 from bitdraft.engine.engine import Engine
 from bitdraft.engine.sequence import Request
+from bitdraft.measure.stats import median, resample
 from bitdraft.serve.app import create_app
 from bitdraft.serve.server import bind
 from bitdraft.serve.settings import Settings
@@ -27,7 +27,6 @@ from bitdraft.serve.start import ServeConfig, load_service, open_and_plan
 from bitdraft.types import SamplingParams
 
 PROMPT, OUTPUT, LENGTH = 128, 64, 1024
-RESAMPLES = 2000
 
 
 def ask(url: str, prompt: list[int], output: int) -> float:
@@ -84,12 +83,11 @@ def main() -> None:
     server.should_exit = True
     thread.join()
     kept = pairs[2:]
-    ratios = np.array([pair["served"] / pair["bare"] for pair in kept])
-    picks = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[picks], axis=1), (2.5, 97.5))
-    bare_s, served_s = (median(pair[name] for pair in kept) for name in ("bare", "served"))
+    bare_s, served_s = (np.array([pair[name] for pair in kept]) for name in ("bare", "served"))
+    ratio = median(served_s / bare_s, np.arange(len(kept)), resample(len(kept), rng)).interval()
     print(f"{options.model} {options.format}, {PROMPT}/{OUTPUT} tokens, {len(kept)} pairs")
-    print(f"engine {bare_s:.3f} s, server {served_s:.3f} s, ratio {np.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+    print(f"engine {np.median(bare_s):.3f} s, server {np.median(served_s):.3f} s, in the median")
+    print(f"server over engine {ratio.value:.3f} ({ratio.low:.3f} to {ratio.high:.3f})")
 
 
 if __name__ == "__main__":

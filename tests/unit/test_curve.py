@@ -219,6 +219,14 @@ def test_a_batch_that_was_not_reached_whole_is_left_out():
     assert {step.batch for step in curve.steps} == {1}
 
 
+def test_large_batches_are_timed_with_few_rows_and_one_at_least():
+    model, decoder = priced()
+    curve = measure_curve(model, decoder.clock, 1e9, Grid((1, 2, 4, 8), (64, 512), (1, 4, 16, 32), 1, most=16))
+    rows = {batch: {s.rows for s in curve.steps if s.batch == batch} for batch in (1, 4, 16, 32)}
+    assert rows == {1: {1, 2, 4, 8}, 4: {1, 2, 4}, 16: {1}, 32: {1}}
+    assert curve.seconds(1, 64, 16) == pytest.approx(price(1, 64, 16))
+
+
 def test_the_cache_is_as_before_and_what_it_holds_is_not_touched():
     model, decoder = priced(kv_tokens=2048)
     held = [model.pool.take() for _ in range(5)]

@@ -34,6 +34,9 @@ from .settings import Settings
 from .tracing import Tracing
 from .worker import Ticket, Worker
 
+Redraft = Callable[[str | None, str], Awaitable[None]]
+"""Lets another draft, by name and format, take the place of the present one."""
+
 DOMAIN_HEADER = "x-bitdraft-domain"
 
 
@@ -66,7 +69,7 @@ class Service:
     created: int = 0
     draining: bool = False
     tracing: Tracing | None = None
-    redraft: Callable[[str | None, str], Awaitable[None]] | None = None
+    redraft: Redraft | None = None
 
     def __post_init__(self) -> None:
         self.created = int(time())

@@ -6,7 +6,7 @@ packed and, the first time, its steps are timed, for the kernels have one pool o
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +19,7 @@ from ..models.cached import CachedModel
 from ..models.hub import cache_folder
 from ..quantize.load import Source
 from . import info
-from .app import Service
+from .app import Redraft, Service
 from .load import Loading, Pair, load_draft, open_draft
 from .memory import MemoryPlan, available_memory, plan_draft
 
@@ -82,10 +82,6 @@ def show(service: Service, drafting: Drafting, runs: info.Runs) -> None:
     service.info = lambda: info.current(fixed, drafting.reasons(), service.worker.load, metrics.acceptance())
     service.model = replace(service.model, max_draft=runs.max_draft if drafting.pair.drafter else 0)
     metrics.forget_acceptance()
-
-
-Redraft = Callable[[str | None, str], Awaitable[None]]
-"""Lets another draft, by name and format, take the place of the present one."""
 
 
 def redrafting(service: Service, drafting: Drafting, runs: info.Runs, how: Loading, target: StepCurve | int) -> Redraft:

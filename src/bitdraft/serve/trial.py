@@ -26,11 +26,11 @@ def try_draft(pair: Pair, texts: Sequence[str], k: int) -> float | None:
     chosen = texts[:: max(1, len(texts) // TEXTS)][:TEXTS]
     length = min(PROMPT_TOKENS, pair.target.context_length - OUTPUT_TOKENS - 1)
     prompts = [tuple(tokenizer.encode(text)[:length]) for text in chosen]
-    if not pair.drafter or not all(prompts):
+    if not (pair.drafter and k and prompts and all(prompts)):
         return None
     records: list[StepRecord] = []
     engine = Engine(
-        pair.target, pair.drafter, eos_ids=(), max_draft=k, max_batch=len(prompts) or 1, on_record=records.append
+        pair.target, pair.drafter, eos_ids=(), max_draft=k, max_batch=len(prompts), on_record=records.append
     )
     for number, prompt in enumerate(prompts):
         engine.submit(Request(number, prompt, SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)))
