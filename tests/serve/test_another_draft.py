@@ -118,6 +118,7 @@ def test_what_cannot_draft_is_refused_and_the_draft_stays(
     assert "token ids mean" in change(served, other, 400)["error"]["message"]
     assert "nothing-here" in change(served, tmp_path / "nothing-here", 400)["error"]["message"]
     assert "w5a5" in change(served, folders / "draft", 400, format="w5a5")["error"]["message"]
+    assert "w5a5" in change(served, tmp_path / "nothing-here", 400, format="w5a5")["error"]["message"], "before a fetch"
     assert change(served, folders / "draft", 400, K=3)["error"]["param"] == "K"
     assert httpx.post(f"{served.url}/admin/draft", json={}).json()["error"]["code"] == "missing_field"
     monkeypatch.setattr("bitdraft.serve.drafting.available_memory", lambda: 1000)

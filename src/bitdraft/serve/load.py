@@ -109,8 +109,7 @@ def open_pair(
     Raises:
         UsageError: anything that cannot be used as given.
     """
-    for name in {target_format, draft_format} - {AUTO}:
-        Recipe.parse(name)  # before anything is fetched
+    _check_names(target_format, draft_format)
     source = open_source(target, progress, use_cache)
     alone = Opened(source, recipe_for(target_format, source), None, None, ngram=False)
     return open_draft(alone, draft, draft_format, progress)
@@ -128,6 +127,7 @@ def open_draft(opened: Opened, draft: str | None, draft_format: str, progress: P
     Raises:
         UsageError: anything that cannot be used as given.
     """
+    _check_names(draft_format)
     other = open_source(draft, progress, opened.target.use_cache) if draft and draft != NGRAM else None
     if other:
         check_pair(opened.target.tokenizer, other.tokenizer)
@@ -135,12 +135,18 @@ def open_draft(opened: Opened, draft: str | None, draft_format: str, progress: P
     return Opened(opened.target, opened.target_recipe, other, recipe, draft == NGRAM)
 
 
+def _check_names(*recipes: str) -> None:
+    """Refuse a format that there is not, before anything is fetched."""
+    for name in {*recipes} - {AUTO}:
+        Recipe.parse(name)
+
+
 def load_pair(opened: Opened, how: Loading, progress: Progress | None = None) -> Pair:
     """Load an opened pair.
 
     Args:
         opened: the pair.
-        how: how.
+        how: formats, sizes and limits.
         progress: called while weights are quantised.
 
     Raises:
