@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bitdraft.errors import FormatError
 from bitdraft.formats import KV_FORMATS, METHODS, Recipe
-from bitdraft.measure.workload import calibration_texts, workload_texts
+from bitdraft.measure.workload import calibration_texts, conversations, plain_text
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.ops.machine import torch_on_all_cores
@@ -67,7 +67,7 @@ def main() -> None:
     texts = [
         source.tokenizer.encode(t)[:LENGTH]
         for w in ("code", "chat-en", "chat-zh")
-        for t in workload_texts(w, given.texts)
+        for t in map(plain_text, conversations(w, given.texts))
     ]
     rows = [json.loads(line) for line in given.output.read_text().splitlines()] if given.output.exists() else []
     asked = {"model": given.model, "tokens": given.tokens, "against": given.against, "texts": given.texts}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bitdraft.formats import KV_FORMATS, Recipe, get_format
-from bitdraft.measure.workload import calibration_texts, workload_texts
+from bitdraft.measure.workload import calibration_texts, conversations, plain_text
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Weights
 from bitdraft.models.decoder import Decoder, prepare_model
@@ -75,7 +75,7 @@ def main() -> None:
     texts = [
         source.tokenizer.encode(t)[:LENGTH]
         for w in ("code", "chat-en", "chat-zh")
-        for t in workload_texts(w, given.texts)
+        for t in map(plain_text, conversations(w, given.texts))
     ]
     calibration = [source.tokenizer.encode(text) for text in calibration_texts()]
 

@@ -2,6 +2,8 @@
 
     python benchmarks/quantisation.py table FOLDER      each recipe on the texts of a measurement, to a table
     python benchmarks/quantisation.py prices FOLDER     prices against true single changes, and sums against the whole
+    python benchmarks/quantisation.py traffic FOLDER    the target answers the other prompts of the same workloads, to a
+                                                        file for --calibration
 
 FOLDER is what `bitdraft measure -o` wrote, or a saved probe. Both go on where they stopped: lines are kept in
 benchmarks/results.
@@ -13,6 +15,7 @@ follows a plus: `mixed-3.5-head8+awq-gptq`.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,19 +26,21 @@ import torch
 from bitdraft.formats import METHODS, Format, Recipe, get_format
 from bitdraft.measure.probe_texts import probe_of_folder
 from bitdraft.measure.stats import combine, ratio_of_sums, resample
-from bitdraft.measure.workload import calibration_texts
+from bitdraft.measure.texts import calibration_ids, tokenise, write_texts
+from bitdraft.measure.workload import calibration_texts, conversations, load_workload
 from bitdraft.models.cached import CachedModel
 from bitdraft.models.checkpoint import Weights
 from bitdraft.models.decoder import Decoder, prepare_model
 from bitdraft.models.tokenizer import check_pair
 from bitdraft.quantize.allocate import HEAD, allocate, candidates
-from bitdraft.quantize.load import open_source
+from bitdraft.quantize.load import load_model, open_source
 from bitdraft.quantize.mixed import layer_rows, save_allocation, summary_rows, uniform_kl
 from bitdraft.quantize.objective import Budget, Response
 from bitdraft.quantize.pipeline import LINEAR, quantize
 from bitdraft.quantize.probe import AcceptanceProbe
 from bitdraft.quantize.sensitivity import Sensitivities, least_squares, sensitivities
 from bitdraft.quantize.teacher_forced import TeacherForced
+from bitdraft.types import SamplingParams
 
 RESULTS = Path(__file__).parent / "results"
 RECIPES = (
@@ -44,6 +49,7 @@ RECIPES = (
 )
 ANCHORS = ("w4a16-g64-asym", "w3a16-g64-asym")
 PRICED_TEXTS, PRICED_TOKENS, SEED = 3, 32, 0
+ANSWER_TOKENS, SIDE_BY_SIDE = 112, 16
 
 
 def say(done: int, total: int | None, what: str) -> None:
@@ -54,7 +60,7 @@ def say(done: int, total: int | None, what: str) -> None:
 class Pair:
     """A draft, the probe of a folder, and the prices of the draft's tensors."""
 
-    def __init__(self, folder: Path, draft: str, texts: int, tokens: int) -> None:
+    def __init__(self, folder: Path, draft: str, texts: int, tokens: int, calibration: Path | None, read: int) -> None:
         whole = AcceptanceProbe.load(folder) if (folder / "probe.json").exists() else probe_of_folder(folder)
         self.probe = whole.short(texts, tokens)
         self.priced = whole.short(PRICED_TEXTS, PRICED_TOKENS)
@@ -62,6 +68,7 @@ class Pair:
         self.width, self.usable = target.tokenizer.vocab_size, check_pair(target.tokenizer, self.draft.tokenizer)
         self.path = RESULTS / f"quantisation-{self.probe.digest[:8]}.jsonl"
         self.notes = RESULTS / f"quantisation-{self.priced.digest[:8]}-prices.jsonl"
+        self._calibration, self._read = calibration, read
         self._reference: TeacherForced | None = None
 
     @property
@@ -106,8 +113,16 @@ class Pair:
     def weights(self, name: str) -> Weights:
         """The draft in a recipe of this file."""
         recipe = self.mixed(name) if name.startswith("mixed-") else Recipe.parse(name)
-        calibration = [self.draft.tokenizer.encode(text) for text in calibration_texts()]
-        return quantize(self.draft.checkpoint, recipe, rng=np.random.default_rng(SEED), calibration=calibration)
+        said = conversations(str(self._calibration), None) if self._calibration else calibration_texts()
+        ids = calibration_ids(said, self.draft.tokenizer)
+        rng = np.random.default_rng(SEED)
+        return quantize(self.draft.checkpoint, recipe, rng=rng, calibration=ids, tokens=self._read)
+
+    def label(self, name: str) -> str:
+        """What a line is kept under: the recipe, and what it was calibrated on unless that is the built-in set."""
+        own = name.partition("+")[2] if name.startswith("mixed-") else Recipe.parse(name).method
+        calibrated = own in METHODS and own not in ("nearest", "clip")
+        return f"{name} ({self._calibration.stem}, {self._read} tokens)" if calibrated and self._calibration else name
 
     def judge(self, name: str) -> dict[str, Any]:
         """Bits, and the overlaps of every text."""
@@ -146,7 +161,8 @@ def kept(path: Path, name: str, make: Callable[[], dict[str, Any]]) -> dict[str,
 def table(pair: Pair, names: list[str]) -> None:
     lines = {}
     for name in names:
-        lines[name] = kept(pair.path, name, lambda name=name: pair.judge(name))  # type: ignore[misc]
+        label = pair.label(name)
+        lines[label] = kept(pair.path, label, lambda name=name: pair.judge(name))  # type: ignore[misc]
     probe = pair.probe
     print(f"\n{len(probe.texts)} texts, {probe.tokens} tokens, {pair.draft.name} for {probe.target.model}\n")
     print(
@@ -165,6 +181,25 @@ def table(pair: Pair, names: list[str]) -> None:
         )
         both = difference(pair.probe, lines[better], lines[worse], list(pair.probe.workloads))
         print(f"{better} less {worse}, points of acceptance: {found} | both {both}")
+
+
+def write_traffic(probe: AcceptanceProbe, path: Path) -> None:
+    """Let the target answer the prompts that the probe's texts do not answer, and write the conversations as JSONL."""
+    target, sampling = open_source(probe.target.model), SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
+    probed = {(text.workload, text.index) for text in probe.texts}
+    prompts = [p for w in probe.workloads for p in load_workload(w, None) if (p.workload, p.index) not in probed]
+    ids = tokenise(prompts, target.tokenizer, ANSWER_TOKENS, target.checkpoint.config.context_length)
+    room = SIDE_BY_SIDE * (max(map(len, ids.values())) + 2 * ANSWER_TOKENS)
+    model = load_model(target, Recipe.parse("w8a8-ag32"), kv_tokens=room, rng=np.random.default_rng(SEED))
+    asked = {(p.workload, p.index): p for p in prompts}
+    end = tuple(target.tokenizer.eos_ids)
+    with path.open("w", encoding="utf-8") as file:
+        for text, _ in write_texts(model, ids, sampling, end, SIDE_BY_SIDE, time.perf_counter):
+            prompt, answer = asked[text.workload, text.index], target.tokenizer.decode(text.ids)
+            said = [*(prompt.messages or ()), {"role": "assistant", "content": answer}]
+            record = {"messages": said} if prompt.text is None else {"text": prompt.text + answer}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            file.flush()
 
 
 def pairs_to_compare(lines: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -232,16 +267,21 @@ def rank(a: np.ndarray, b: np.ndarray) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("table", "prices"))
+    parser.add_argument("what", choices=("table", "prices", "traffic"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--draft", default="qwen2.5-coder-0.5b")
     parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--texts", type=int, default=24, help="of each workload")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
+    parser.add_argument("--calibration", type=Path, help="conversations, in place of the built-in set")
+    parser.add_argument("--read", type=int, default=2048, help="tokens of them")
+    parser.add_argument("-o", "--output", type=Path, default=Path("traffic.jsonl"), help="for traffic")
     parser.add_argument("--changes", type=int, default=21, help="single changes that prices are held against")
     asked = parser.parse_args()
-    pair = Pair(asked.folder, asked.draft, asked.texts, asked.tokens)
-    if asked.what == "table":
+    pair = Pair(asked.folder, asked.draft, asked.texts, asked.tokens, asked.calibration, asked.read)
+    if asked.what == "traffic":
+        write_traffic(pair.probe, asked.output)
+    elif asked.what == "table":
         table(pair, asked.recipes.split(","))
     else:
         check_prices(pair, asked.changes)

@@ -301,7 +301,7 @@ def test_scales_of_keys_and_values_are_described_as_the_library_describes_them()
 def test_folders_that_keep_inputs_in_16_bits_are_refused_by_others(tmp_path: Path) -> None:
     """Without the columns beside the codes the model says something else: better nothing than that."""
     source = open_source(str(write_folder(tmp_path / "model", quantized_models.config("qwen2"))))
-    texts = [f"hello world {i} " * 6 for i in range(30)]
-    quantize_folder(source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=texts, tokens=512)
+    ids = [source.tokenizer.encode(f"hello world {i} " * 6) for i in range(30)]
+    quantize_folder(source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=ids, tokens=512)
     with pytest.raises(Exception, match="bitdraft-outliers"):  # of whichever kind
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

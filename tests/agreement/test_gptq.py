@@ -9,8 +9,14 @@ from torch import Tensor
 
 from bitdraft.errors import NumericsError
 from bitdraft.formats import Format, get_format
-from bitdraft.quantize.gptq import DAMPING, SHRINKAGE, feedback, gptq
+from bitdraft.quantize.gptq import DAMPING, Feedback, feedback, gptq, shrinkage
 from bitdraft.quantize.rounding import SHRINKS, clipped
+
+SHRINK = 0.3
+
+
+def prepared(products_KK: Tensor, *, by_activation: bool) -> Feedback:
+    return feedback(products_KK, shrink=SHRINK, by_activation=by_activation)
 
 
 def problem(seed: int, outputs: int = 24, inputs: int = 64, tokens: int = 200) -> tuple[Tensor, Tensor]:
@@ -42,7 +48,7 @@ def oracle(weight_NK: Tensor, products_KK: Tensor, form: Format, by_activation: 
     w, K = weight_NK.double().clone(), weight_NK.shape[1]
     S = form.group_size or K
     diagonal = products_KK.double().diagonal()
-    H = products_KK.double() * (1 - SHRINKAGE) + torch.diag(diagonal * SHRINKAGE + DAMPING * diagonal.mean())
+    H = products_KK.double() * (1 - SHRINK) + torch.diag(diagonal * SHRINK + DAMPING * diagonal.mean())
     inverse = torch.linalg.inv(H)
     order = sorted(range(K), key=lambda k: -float(diagonal[k])) if by_activation else list(range(K))
     grids = {}
@@ -77,7 +83,7 @@ def test_values_are_those_of_the_slow_oracle(name: str, by_activation: bool) -> 
     form = get_format(name)
     weight, x = problem(1)
     products = x.T @ x
-    made = form.decode(gptq(weight, form, feedback(products, by_activation=by_activation)))
+    made = form.decode(gptq(weight, form, prepared(products, by_activation=by_activation)))
     expected = oracle(weight, products, form, by_activation)
     better = errors(expected, weight, x) < errors(form.round(weight), weight, x)
     expected = torch.where(better[:, None], expected, form.round(weight).double())
@@ -99,7 +105,7 @@ def test_no_output_is_worse_than_to_nearest(seed: int, name: str, tokens: int, b
     beside the output itself."""
     form = get_format(name)
     weight, x = problem(seed, outputs=6, inputs=128, tokens=tokens)
-    made = form.decode(gptq(weight, form, feedback(x.T @ x, by_activation=by_activation)))
+    made = form.decode(gptq(weight, form, prepared(x.T @ x, by_activation=by_activation)))
     slack = 1e-5 * (x.double() @ weight.double().T).square().sum(0)
     assert bool((errors(made, weight, x) <= 1.001 * errors(form.round(weight), weight, x) + slack).all())
 
@@ -112,7 +118,7 @@ def test_making_up_for_errors_gains_much_where_inputs_are_correlated(name: str) 
     blocks = torch.stack([products[i : i + 32, i : i + 32] for i in range(0, 128, 32)])
     by_groups = errors(form.decode(clipped(weight, form, blocks)), weight, x).sum()
     for by_activation in (False, True):
-        made = form.decode(gptq(weight, form, feedback(products, by_activation=by_activation)))
+        made = form.decode(gptq(weight, form, prepared(products, by_activation=by_activation)))
         assert errors(made, weight, x).sum() < 0.8 * by_groups
 
 
@@ -120,7 +126,7 @@ def test_weights_on_the_grid_stay_as_they_are() -> None:
     form = get_format("w4a16")
     weight, x = problem(3)
     weight = form.round(weight)
-    made = gptq(weight, form, feedback(x.T @ x, by_activation=True))
+    made = gptq(weight, form, prepared(x.T @ x, by_activation=True))
     torch.testing.assert_close(form.decode(made), form.round(weight))
 
 
@@ -129,12 +135,12 @@ def test_dead_inputs_and_no_inputs_are_rounded_to_something_finite() -> None:
     weight, x = problem(4)
     x[:, ::3] = 0
     for products in (x.T @ x, torch.zeros(64, 64)):
-        assert form.decode(gptq(weight, form, feedback(products, by_activation=True))).isfinite().all()
+        assert form.decode(gptq(weight, form, prepared(products, by_activation=True))).isfinite().all()
 
 
 def test_products_of_nothing_real_are_refused() -> None:
     with pytest.raises(NumericsError, match="have no Cholesky factor, though damped"):
-        feedback(-torch.eye(8), by_activation=False)
+        prepared(-torch.eye(8), by_activation=False)
 
 
 @pytest.mark.parametrize("inputs", [7, 64, 65, 300])
@@ -142,8 +148,27 @@ def test_the_factor_is_that_of_the_inverse(inputs: int) -> None:
     """U^T U H = 1 with H shrunk and damped, in the order that the columns go in."""
     _, x = problem(5, inputs=inputs, tokens=400)
     for by_activation in (False, True):
-        found = feedback(x.T @ x, by_activation=by_activation)
+        found = prepared(x.T @ x, by_activation=by_activation)
         upper = found.upper.double()
         assert torch.equal(upper, upper.triu())
         one = upper.T @ upper @ found.products.double()
         torch.testing.assert_close(one, torch.eye(inputs).double(), rtol=0, atol=1e-3)  # float32, condition about 1000
+
+
+def test_products_are_shrunk_less_the_more_tokens_tell_them() -> None:
+    """Errors on other text: of few tokens shrinking lowers them, of many it does no good."""
+    assert [shrinkage(tokens) for tokens in (512, 2048, 2**14)] == pytest.approx([0.8, 0.5, 1 / 9])
+    form = get_format("w3a16-asym")
+    rng = np.random.default_rng(6)
+    mixing = rng.standard_normal((64, 64)) / 8
+    inputs = [torch.from_numpy(rng.standard_normal((tokens, 64)) @ mixing).float() for tokens in (70, 20_000, 20_000)]
+    weight = torch.from_numpy(rng.standard_normal((48, 64))).float()
+    few, many, other = inputs
+
+    def error(seen: Tensor, shrink: float) -> float:
+        found = gptq(weight, form, feedback(seen.T @ seen, shrink=shrink, by_activation=True))
+        return float(errors(form.decode(found), weight, other).sum())
+
+    assert error(few, 0.5) < error(few, 0.0)
+    assert error(many, 0.0) < error(many, 0.5)
+    assert error(many, 0.0) < error(few, 0.5)

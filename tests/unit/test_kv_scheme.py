@@ -21,6 +21,10 @@ from bitdraft.types import Feed
 TEXTS = [f"hello world {i} " * 6 for i in range(30)]
 
 
+def encoded(source: Source) -> list[list[int]]:
+    return [source.tokenizer.encode(text) for text in TEXTS]
+
+
 @pytest.fixture(name="source")
 def opened(tmp_path: Path) -> Source:
     sizes = {"hidden_size": 64, "mlp_size": 128, "head_dim": 16, "num_layers": 3}
@@ -29,13 +33,13 @@ def opened(tmp_path: Path) -> Source:
 
 @pytest.fixture(name="folder")
 def written(source: Source, tmp_path: Path) -> Path:
-    quantize_folder(source, Recipe.parse("w8a16"), tmp_path / "out", seed=0, calibration=TEXTS, kv="fp8")
+    quantize_folder(source, Recipe.parse("w8a16"), tmp_path / "out", seed=0, calibration=encoded(source), kv="fp8")
     return tmp_path / "out"
 
 
 def loaded(folder: Path, recipe: str = "stored", kv: str | None = None, texts: bool = False) -> CachedModel:
     source = open_source(str(folder))
-    ids = [source.tokenizer.encode(text) for text in TEXTS] if texts else None
+    ids = encoded(source) if texts else None
     return load_model(source, Recipe.parse(recipe), kv_tokens=640, rng=np.random.default_rng(0), kv=kv, calibration=ids)
 
 
@@ -118,20 +122,22 @@ def test_u70_a_folder_that_lost_its_scales_falls_back_and_says_so(folder: Path) 
 def test_what_no_folder_can_ask_for_is_refused_before_any_work(source: Source, tmp_path: Path) -> None:
     recipe = Recipe.parse("w8a16")
     with pytest.raises(UsageError, match="no words for it"):
-        quantize_folder(source, recipe, tmp_path / "out", seed=0, calibration=TEXTS, kv="int4")
+        quantize_folder(source, recipe, tmp_path / "out", seed=0, calibration=encoded(source), kv="int4")
     with pytest.raises(UsageError, match="calibration set has"):
-        quantize_folder(source, recipe, tmp_path / "out", seed=0, calibration=TEXTS[:1], kv="fp8")
+        quantize_folder(source, recipe, tmp_path / "out", seed=0, calibration=encoded(source)[:1], kv="fp8")
     assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_folder_in_16_bits_can_ask_for_it_too(source: Source, tmp_path: Path) -> None:
-    quantize_folder(source, Recipe.parse("bf16"), tmp_path / "plain", seed=0, calibration=TEXTS, kv="fp8")
+    quantize_folder(source, Recipe.parse("bf16"), tmp_path / "plain", seed=0, calibration=encoded(source), kv="fp8")
     assert loaded(tmp_path / "plain", "bf16").kv_scales_from == "folder"
 
 
 def test_an_interrupted_run_is_resumed_with_the_same_kv(source: Source, tmp_path: Path) -> None:
     def run(folder: str, kv: str | None, **more: bool) -> None:
-        quantize_folder(source, Recipe.parse("w8a16"), tmp_path / folder, seed=0, calibration=TEXTS, kv=kv, **more)
+        quantize_folder(
+            source, Recipe.parse("w8a16"), tmp_path / folder, seed=0, calibration=encoded(source), kv=kv, **more
+        )
 
     run("whole", "fp8")
     (tmp_path / "whole").rename(tmp_path / "kept")

@@ -38,6 +38,10 @@ WAYS = [
 ]
 
 
+def encoded(source: Source) -> list[list[int]]:
+    return [source.tokenizer.encode(text) for text in TEXTS]
+
+
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -134,7 +138,7 @@ def loud(tmp_path: Path) -> Source:
 
 
 def weights_of(source: Source, name: str) -> Weights:
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
+    ids = encoded(source)
     return quantize(source.checkpoint, Recipe.parse(name), rng=np.random.default_rng(0), calibration=ids, tokens=512)
 
 
@@ -165,7 +169,7 @@ def test_every_method_keeps_zeros_in_the_codes_and_the_weights_beside_them(
 
 @pytest.mark.parametrize("method", ["", "-clip", "-awq", "-gptq"])
 def test_the_report_says_what_was_kept_and_what_that_took_away(source: Source, method: str) -> None:
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
+    ids = encoded(source)
     layers = list(
         quantize_layers(
             source.checkpoint,
@@ -190,7 +194,7 @@ def logits(model: CachedModel, ids: list[int]) -> Tensor:
 def test_a_model_with_them_loads_runs_and_comes_back_from_the_cache(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
+    ids = encoded(source)
     recipe = Recipe.parse("w4a8-out8-clip")
 
     def loaded() -> CachedModel:
@@ -207,7 +211,7 @@ def test_a_model_with_them_loads_runs_and_comes_back_from_the_cache(
 def test_all_layers_in_one_call_are_the_operations_one_by_one(source: Source) -> None:
     """bd_decode against norm_linear, linear_add and gated_mlp, which an observer asks for: to the bit."""
     assert native.default() is not None
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
+    ids = encoded(source)
     model = load_model(source, Recipe.parse("w8a8-out8"), kv_tokens=64, rng=np.random.default_rng(0), calibration=ids)
     feed = Feed(0, [1, 2, 3, 4, 5], 0, 0)
     whole = model.hidden([feed])
@@ -221,7 +225,9 @@ def test_all_layers_in_one_call_are_the_operations_one_by_one(source: Source) ->
 
 @pytest.mark.parametrize("name", ["w8a8-out8", "w4a8-ag32-out16-clip", "w4a16-asym-out8-gptq", "fp8_e4m3-out8"])
 def test_a_folder_comes_back_bit_for_bit_and_is_for_bitdraft_alone(source: Source, name: str, tmp_path: Path) -> None:
-    report = quantize_folder(source, Recipe.parse(name), tmp_path / "out", seed=0, calibration=TEXTS, tokens=512)
+    report = quantize_folder(
+        source, Recipe.parse(name), tmp_path / "out", seed=0, calibration=encoded(source), tokens=512
+    )
     weights = weights_of(source, name)
     expected = weights.packed
     written = open_checkpoint(tmp_path / "out")
@@ -247,7 +253,9 @@ def test_a_folder_comes_back_bit_for_bit_and_is_for_bitdraft_alone(source: Sourc
 
 
 def test_a_folder_without_its_columns_is_refused(source: Source, tmp_path: Path) -> None:
-    quantize_folder(source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=TEXTS, tokens=512)
+    quantize_folder(
+        source, Recipe.parse("w8a8-out8"), tmp_path / "out", seed=0, calibration=encoded(source), tokens=512
+    )
     shard = next((tmp_path / "out").glob("model-00001-*"))
     tensors = load_file(shard)
     name = "model.layers.0.mlp.up_proj.weight_outlier_columns"
@@ -271,7 +279,7 @@ def test_what_cannot_have_them_says_so(source: Source, tmp_path: Path) -> None:
 
 
 def test_prepare_counts_them(source: Source) -> None:
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
+    ids = encoded(source)
     recipes = [Recipe.parse(name) for name in ("w8a8", "w8a8-out8")]
     sizes = []
     for recipe in recipes:

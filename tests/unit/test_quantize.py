@@ -169,6 +169,19 @@ def test_every_layer_is_observed_on_what_the_model_below_it_says(
             torch.testing.assert_close(stats.rows(name), torch.cat(alone[i, name]), rtol=1e-4, atol=1e-4)
 
 
+def test_a_pass_ends_when_its_observer_wants_no_more(tmp_path: Path) -> None:
+    weights = quantize(checkpoint(tmp_path, "qwen2"), Recipe.parse("f32"), rng=rng())
+    model = CachedModel(Decoder(prepare_model(weights)), kv_tokens=128, vocab_size=300, kv=KV_FORMATS["f32"])
+    seen: list[tuple[int, str]] = []
+
+    def observe(layer: int, name: str, _: Tensor) -> bool:
+        seen.append((layer, name))
+        return name == "down"
+
+    model.hidden([Feed(0, TEXTS[0], 0, 0)], observe=observe)
+    assert seen == [(0, name) for name in ("qkv", "o", "gate_up", "down")]
+
+
 # --- scales and clipping of one weight ---
 
 

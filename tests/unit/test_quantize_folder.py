@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from bitdraft import cli
 from bitdraft.errors import FormatError, ModelFileError, UsageError
 from bitdraft.formats import Recipe
-from bitdraft.measure.workload import workload_texts
+from bitdraft.measure.workload import conversations, plain_text
 from bitdraft.models.checkpoint import open_checkpoint
 from bitdraft.models.export import FolderWriter
 from bitdraft.quantize import command
@@ -31,8 +31,12 @@ def opened(tmp_path: Path) -> Source:
     return open_source(str(write_folder(tmp_path / "model", config("qwen2", num_layers=3))))
 
 
+def encoded(source: Source) -> list[list[int]]:
+    return [source.tokenizer.encode(text) for text in TEXTS]
+
+
 def made(source: Source, folder: Path, recipe: str = "w4a16-awq", **changes: Any) -> QuantizeReport:
-    given: dict[str, Any] = {"seed": 0, "calibration": TEXTS} | changes
+    given: dict[str, Any] = {"seed": 0, "calibration": encoded(source)} | changes
     return quantize_folder(source, Recipe.parse(recipe), folder, **given)
 
 
@@ -46,8 +50,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_folder_holds_what_quantize_makes(source: Source, recipe: str, tmp_path: Path) -> None:
     calls: list[tuple[int, int | None, str]] = []
     report = made(source, tmp_path / "out", recipe, progress=lambda *call: calls.append(call))
-    ids = [source.tokenizer.encode(text) for text in TEXTS]
-    weights = quantize(source.checkpoint, Recipe.parse(recipe), rng=np.random.default_rng(0), calibration=ids)
+    rng = np.random.default_rng(0)
+    weights = quantize(source.checkpoint, Recipe.parse(recipe), rng=rng, calibration=encoded(source))
     written = open_checkpoint(tmp_path / "out")
     for name, packed in weights.packed.items():
         if ".layers." in name:
@@ -113,7 +117,7 @@ def test_a_full_disk_while_noting_says_so(source: Source, tmp_path: Path, monkey
     [
         ({"seed": 1}, "seed 0, not 1"),
         ({"tokens": 700}, "tokens 2048, not 700"),
-        ({"calibration": TEXTS[1:]}, "calibration"),
+        ({"calibration": [[1, 2] * 300]}, "calibration"),
         ({"recipe": "w4a16-gptq"}, "recipe 'w4a16-awq', not 'w4a16-gptq'"),
     ],
 )
@@ -188,7 +192,9 @@ def test_kinds_of_characters_are_counted() -> None:
 
 
 def test_another_language_is_noticed_and_the_same_is_not() -> None:
-    english, chinese, code = (workload_texts(name, 8) for name in ("chat-en", "chat-zh", "code"))
+    english, chinese, code = (
+        [plain_text(body) for body in conversations(name, 8)] for name in ("chat-en", "chat-zh", "code")
+    )
     assert apart(english, english) == 0
     assert language_warning(english[:4], english[4:]) is None
     assert language_warning(english, code) is None

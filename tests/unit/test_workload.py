@@ -4,13 +4,23 @@ import re
 import sys
 from pathlib import Path
 
+import model_files
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bitdraft.errors import UsageError
 from bitdraft.measure import workload
-from bitdraft.measure.workload import WORKLOADS, Prompt, calibration_texts, load_workload
+from bitdraft.measure.texts import calibration_ids
+from bitdraft.measure.workload import (
+    WORKLOADS,
+    Prompt,
+    calibration_texts,
+    conversations,
+    load_workload,
+    plain_text,
+)
+from bitdraft.models.tokenizer import Tokenizer
 
 PACKAGED = [name for name in WORKLOADS if name != "humaneval"]
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -115,6 +125,36 @@ def test_calibration_texts_are_none_of_the_prompts_measured_by_default():
     assert len(set(texts)) == len(texts) == 16 + 16 + 26
     assert not set(texts) & {content(p) for name in ("code", "chat") for p in load_workload(name, None)}
     assert sum(map(len, texts)) > 20_000
+
+
+# Conversations for calibration
+
+
+def said(role: str, content: str | None) -> dict[str, str | None]:
+    return {"role": role, "content": content}
+
+
+def test_calibration_reads_the_answers_that_measuring_asks_for_again(tmp_path):
+    whole = [said("system", "s"), said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+    spec = file_of(tmp_path, {"messages": whole}, {"text": "t"})
+    assert conversations(spec, None) == [tuple(whole), "t"]
+    assert load_workload(spec, None)[0].messages == tuple(whole[:4])
+    assert [plain_text(body) for body in conversations(f"{spec}, {spec}", 1)] == ["s\n\na\n\nb\n\nc\n\nd"] * 2
+
+
+def test_an_answer_that_is_no_text_ends_a_conversation(tmp_path):
+    spec = file_of(tmp_path, {"messages": [said("user", "a"), said("assistant", None), said("assistant", "b")]})
+    assert conversations(spec, None) == [(said("user", "a"),)]
+
+
+def test_calibration_ids_are_those_of_the_template_answers_included():
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ '!' if add_generation_prompt }}"
+    chat, base = (Tokenizer(model_files.backend(), origin="t", chat_template=t) for t in (template, None))
+    talk = (said("user", "hi"), said("assistant", "yo"))
+    ids, text = calibration_ids([talk, "hi"], chat)
+    assert chat.decode(ids) == "[user]hi[assistant]yo"
+    assert text == chat.encode("hi")
+    assert calibration_ids([talk], base) == [base.encode("hi\n\nyo")]
 
 
 # HumanEval

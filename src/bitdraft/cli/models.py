@@ -126,7 +126,8 @@ def quantize(
 ) -> None:
     """Bring a model into a format and write it as a folder that other programs load, too."""
     from ..formats import Recipe
-    from ..measure.workload import calibration_texts, workload_texts
+    from ..measure.texts import calibration_ids
+    from ..measure.workload import calibration_texts, conversations, plain_text
     from ..quantize.command import quantize_folder
     from ..quantize.load import open_source
     from ..quantize.mixed import save_allocation
@@ -135,15 +136,18 @@ def quantize(
     if not budget and (target or report):
         raise UsageError("--target or --report without --budget, which they are for. Expected --budget, or neither.")
     recipe = Recipe.parse(f"{format}-{'rtn' if method == 'nearest' else method}" if method else format)
-    texts = workload_texts(calibration, samples) if calibration else calibration_texts()[:samples]
-    if recipe.calibrated and workload and (warning := language_warning(texts, workload_texts(workload, None))):
-        err.print(f"[bold yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
+    said = conversations(calibration, samples) if calibration else calibration_texts()[:samples]
+    if recipe.calibrated and workload:
+        texts, expected = ([plain_text(body) for body in bodies] for bodies in (said, conversations(workload, None)))
+        if warning := language_warning(texts, expected):
+            err.print(f"[bold yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
     with interruptible("Finished layers are kept; --resume goes on."), progress_bars() as bars:
         source, chosen = open_source(model, bars), None
         if budget:
             chosen, recipe = choose_formats(source, budget, output, target, report, workload, recipe, seed, bars)
+        ids = calibration_ids(said, source.tokenizer)
         made = quantize_folder(
-            source, recipe, output, seed=seed, calibration=texts, tokens=tokens, kv=kv, resume=resume, progress=bars
+            source, recipe, output, seed=seed, calibration=ids, tokens=tokens, kv=kv, resume=resume, progress=bars
         )
         if chosen:
             save_allocation(chosen, output / "allocation.json")

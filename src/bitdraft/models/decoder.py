@@ -21,9 +21,9 @@ from .checkpoint import Weights
 from .config import ModelConfig
 from .tensor_names import mlp_norm
 
-Observer = Callable[[int, str, Tensor], None]
+Observer = Callable[[int, str, Tensor], bool | None]
 """Called with a layer's number, 'qkv', 'o', 'gate_up' or 'down', and the rows [R, K] that this linear layer reads,
-before any rounding: how calibration sees true activations."""
+before any rounding: how calibration sees true activations. True for a layer's 'down' says that no more is wanted."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,8 @@ class Decoder:
             if observe:
                 observe(i, "gate_up", ops.rms_norm(x_RD, layer.mlp_norm, eps))
                 inner = ops.gated_inputs(x_RD, layer.mlp_norm, eps, layer.gate_up, layer.gate)
-                observe(i, "down", inner)
+                if observe(i, "down", inner):
+                    return x_RD
                 x_RD = ops.linear_add(inner, layer.down, x_RD, layer.down_norm, eps)
             else:
                 mlp = layer.gate_up, layer.down, layer.gate, layer.down_norm

@@ -91,6 +91,10 @@ class LayerInputs:
         found.rows.append(x_TK[here[(here >= 0) & (here < len(x_TK))]])
         found.tokens += len(x_TK)
 
+    def tokens(self, name: str) -> int:
+        """Rows that were seen."""
+        return self._inputs[name].tokens
+
     def mean_magnitude(self, name: str) -> Tensor:
         """Mean |x| of every channel, [K]."""
         return self._inputs[name].total / self._inputs[name].tokens
@@ -197,10 +201,13 @@ class Calibration:
             NumericsError: an activation is NaN or infinite.
         """
         decoder = self._decoder(layer, weights)
+
+        def see(_: int, name: str, x_TK: Tensor) -> bool:
+            inputs.observe(name, x_TK)
+            return name == "down"  # what comes after it is a third of a layer's work, and nobody reads it
+
         for rows, batch in self._ragged():
-            decoder.hidden(
-                batch, self._pool.layers, lambda _, name, x_TK: inputs.observe(name, x_TK), self._rows_TD[rows], layer
-            )
+            decoder.hidden(batch, self._pool.layers, see, self._rows_TD[rows], layer)
 
     def advance(self, layer: int, weights: Weights, see: Callable[[KVLayer], None] | None = None) -> None:
         """Take the rows through a layer, as these weights and the rounding of its inputs have it.

@@ -64,7 +64,7 @@ def quantize_folder(
     folder: Path,
     *,
     seed: int,
-    calibration: Sequence[str] = (),
+    calibration: Sequence[Sequence[int]] = (),
     tokens: int = TOKENS,
     kv: str | None = None,
     resume: bool = False,
@@ -79,7 +79,7 @@ def quantize_folder(
         recipe: format and method.
         folder: to be made.
         seed: names the random choices of calibration.
-        calibration: texts, read by calibrated methods, and to find scales of keys and values.
+        calibration: token ids of texts, read by calibrated methods, and to find scales of keys and values.
         tokens: how many of their tokens are read, at most.
         kv: the format of keys and values that the folder asks for, 'fp8', whose scales it then has; None for none.
         resume: go on with what an interrupted run left; without it, that is refused.
@@ -92,16 +92,15 @@ def quantize_folder(
             short; the disk is full: all that was written is kept then.
     """
     checkpoint, config = source.checkpoint, source.checkpoint.config
-    ids = [source.tokenizer.encode(text) for text in calibration]
-    check_request(checkpoint, recipe, ids, tokens)
-    check_kv(kv, ids)
+    check_request(checkpoint, recipe, calibration, tokens)
+    check_kv(kv, calibration)
     notes = _Notes(folder, _made_with(recipe, calibration, tokens, seed, kv), resume)
     writer = FolderWriter(folder, checkpoint, recipe.name)
     layers = quantize_layers(
         checkpoint,
         recipe,
         rng=np.random.default_rng(seed),
-        calibration=ids,
+        calibration=calibration,
         tokens=tokens,
         first=min(writer.layers_done, notes.layers_done),
         finished=writer.read_layer,
@@ -113,7 +112,7 @@ def quantize_folder(
             notes.add(layer)
         ends = quantize_ends(checkpoint, recipe)
         rng = np.random.default_rng(seed)
-        kv_scales = folder_kv_scales(checkpoint, recipe, writer.read_layer, ids, rng) if kv else None
+        kv_scales = folder_kv_scales(checkpoint, recipe, writer.read_layer, calibration, rng) if kv else None
     writer.finish(*ends, kv_scales)
     if progress:
         progress(config.num_layers + 1, config.num_layers + 1, doing(recipe))
@@ -138,7 +137,9 @@ def _report(
     )
 
 
-def _made_with(recipe: Recipe, calibration: Sequence[str], tokens: int, seed: int, kv: str | None) -> dict[str, Any]:
+def _made_with(
+    recipe: Recipe, calibration: Sequence[Sequence[int]], tokens: int, seed: int, kv: str | None
+) -> dict[str, Any]:
     """Everything that the layers of one folder have to have in common."""
     made: dict[str, Any] = {
         "recipe": recipe.name,
@@ -146,7 +147,7 @@ def _made_with(recipe: Recipe, calibration: Sequence[str], tokens: int, seed: in
     }
     made |= {"kv": kv} if kv else {}
     if recipe.calibrated or kv:
-        digest = hashlib.sha256(json.dumps(list(calibration)).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps([list(text) for text in calibration]).encode()).hexdigest()
         made |= {"calibration": digest[:16], "tokens": tokens, "seed": seed}
     return made
 

@@ -15,7 +15,7 @@ from ..ops.packed import Packed
 from .awq import awq_scale
 from .calibrate import LayerInputs
 from .fold import MAKERS, ORDER, READERS, best_scale, by_value_head, divide_out
-from .gptq import Feedback, feedback, gptq
+from .gptq import Feedback, feedback, gptq, shrinkage
 from .outliers import KeptColumns, choose_columns, decoupled, with_outliers, without
 from .rounding import clipped, nearest
 from .smooth import smooth_scale
@@ -160,7 +160,9 @@ def _round(
         elif recipe.method.endswith("gptq"):
             if given is None:
                 products_KK = _products(stats, name, len(weight[0]), scale_K)[0]
-                given = feedback(decoupled(products_KK, columns_k), by_activation=True)
+                given = feedback(
+                    decoupled(products_KK, columns_k), shrink=shrinkage(stats.tokens(name)), by_activation=True
+                )
             made = gptq(scaled, form, given)
         elif reader in UNCLIPPED:
             made = nearest(scaled, form)
