@@ -72,7 +72,9 @@ class LayerInputs:
         Raises:
             NumericsError: NaN or infinity among them.
         """
-        if not bool(x_TK.isfinite().all()):
+        magnitude_TK = x_TK.abs()
+        total_K = magnitude_TK.sum(0)
+        if not bool(total_K.isfinite().all()):
             raise NumericsError(
                 f"layer {self._layer}, {name}: the model's activations are NaN or infinite on the calibration set. "
                 "Expected numbers; the weights are damaged, or the model does not work in FP32."
@@ -83,8 +85,7 @@ class LayerInputs:
         found = self._inputs[name]
         x_GTS = x_TK.view(-1, K // S, S).transpose(0, 1)
         found.products.baddbmm_(x_GTS.transpose(1, 2), x_GTS)
-        magnitude_TK = x_TK.abs()
-        found.total += magnitude_TK.sum(0)
+        found.total += total_K
         if len(x_TK):
             found.largest = torch.maximum(found.largest, magnitude_TK.amax(0))
         here = self._chosen - found.tokens
