@@ -52,10 +52,11 @@ def contents(events: list[dict], index: int = 0) -> list[str]:
 
 def test_no_character_is_split_u81(parrot: Running) -> None:
     """Every character here takes two to four tokens, so blocks end inside them all the time."""
-    events = parrot.stream(CHAT, **say(HARD))
-    assert "".join(contents(events)) == HARD
-    assert "\ufffd" not in "".join(contents(events))
-    assert len(contents(events)) > 5
+    answers = [contents(parrot.stream(CHAT, **say(HARD))) for _ in range(4)]
+    for pieces in answers:
+        assert "".join(pieces) == HARD
+        assert not any("\ufffd" in piece for piece in pieces)
+    assert max(map(len, answers)) > 5  # a busy machine sends what has gathered as one piece
     assert parrot.post(CHAT, **say(HARD))["choices"][0]["message"]["content"] == HARD
 
 
