@@ -22,7 +22,8 @@ def default(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def onednn(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return made
 
 
 def main() -> None:

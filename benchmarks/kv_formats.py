@@ -22,6 +22,7 @@ import tarfile
 import time
 import typing
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def rotary_table(decoder: Decoder, positions: int, where: str) -> Rotary:
 
 def cases(decoder: Decoder, calibration: list[int], tokens: int) -> Iterator[tuple[str, CachedModel]]:
     """The model in every format, the exact one first; then in bfloat16 with other angles."""
-    rotary = decoder._rotary_for(tokens + 64)
+    kinds = decoder._kinds_for(tokens + 64)
     for name, kv in KV_FORMATS.items():
         scales = find_scales(decoder, calibration) if kv.needs_scales else None
         yield (
@@ -78,12 +79,13 @@ def cases(decoder: Decoder, calibration: list[int], tokens: int) -> Iterator[tup
             CachedModel(decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=kv, kv_scales=scales),
         )
     for where in ("position", "angle"):
-        decoder._rotary = rotary_table(decoder, tokens + 64, where)
+        rotary = rotary_table(decoder, len(kinds[0].rotary.cos), where)
+        decoder._kinds = tuple(replace(kind, rotary=rotary) for kind in kinds)
         yield (
             f"bf16, {where} in bfloat16",
             CachedModel(decoder, kv_tokens=tokens + 64, vocab_size=decoder.config.vocab_size, kv=KV_FORMATS["bf16"]),
         )
-    decoder._rotary = rotary
+    decoder._kinds = kinds
 
 
 def read(model_name: str, folder: Path, tokens: int, only: list[str]) -> None:

@@ -218,6 +218,8 @@ def cell(probe: AcceptanceProbe, line: dict[str, Any], base: dict[str, Any], wor
     (mine, tokens), (full, _) = sums(probe, line, workloads), sums(probe, base, workloads)
     weights = resample(len(mine), np.random.default_rng(0))
     share = ratio_of_sums(mine, full, weights).interval()
+    assert share.low is not None
+    assert share.high is not None
     return f"{mine.sum() / tokens.sum():.3f}, {100 * share.value:.1f} ({100 * share.low:.1f} to {100 * share.high:.1f})"
 
 
