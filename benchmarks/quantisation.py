@@ -5,8 +5,8 @@
     python benchmarks/quantisation.py traffic FOLDER    the target answers the other prompts of the same workloads, to a
                                                         file for --calibration
 
-FOLDER is what `bitdraft measure -o` wrote, or a saved probe. Both go on where they stopped: lines are kept in
-benchmarks/results.
+FOLDER is what `bitdraft measure -o` wrote, or a saved probe. The first two go on where they stopped: lines are
+kept in benchmarks/results.
 Recipes are those of `bitdraft quantize`; `mixed-BITS` is an allocation within so many bits a weight, the head counted,
 and `mixed-BITS-head8` one of the layers beside an 8-bit head; both are rounded by method clip, or by the one that
 follows a plus: `mixed-3.5-head8+awq-gptq`.
@@ -120,9 +120,10 @@ class Pair:
 
     def label(self, name: str) -> str:
         """What a line is kept under: the recipe, and what it was calibrated on unless that is the built-in set."""
-        own = name.partition("+")[2] if name.startswith("mixed-") else Recipe.parse(name).method
-        calibrated = own in METHODS and own not in ("nearest", "clip")
-        return f"{name} ({self._calibration.stem}, {self._read} tokens)" if calibrated and self._calibration else name
+        plain = f"w4a16-{name.partition('+')[2] or 'clip'}" if name.startswith("mixed-") else name
+        if not (self._calibration and Recipe.parse(plain).calibrated):
+            return name
+        return f"{name} ({self._calibration.stem}, {self._read} tokens)"
 
     def judge(self, name: str) -> dict[str, Any]:
         """Bits, and the overlaps of every text."""
@@ -194,12 +195,13 @@ def write_traffic(probe: AcceptanceProbe, path: Path) -> None:
     asked = {(p.workload, p.index): p for p in prompts}
     end = tuple(target.tokenizer.eos_ids)
     with path.open("w", encoding="utf-8") as file:
-        for text, _ in write_texts(model, ids, sampling, end, SIDE_BY_SIDE, time.perf_counter):
+        written = write_texts(model, ids, sampling, end, SIDE_BY_SIDE, time.perf_counter)
+        for done, (text, _) in enumerate(written, start=1):
             prompt, answer = asked[text.workload, text.index], target.tokenizer.decode(text.ids)
             said = [*(prompt.messages or ()), {"role": "assistant", "content": answer}]
             record = {"messages": said} if prompt.text is None else {"text": prompt.text + answer}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
+            print_progress(done, len(ids), "target answers")
 
 
 def pairs_to_compare(lines: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -128,6 +128,7 @@ def quantize(
     from ..formats import Recipe
     from ..measure.texts import calibration_ids
     from ..measure.workload import calibration_texts, conversations, plain_text
+    from ..quantize.calibrate import count_tokens
     from ..quantize.command import quantize_folder
     from ..quantize.load import open_source
     from ..quantize.mixed import save_allocation
@@ -143,9 +144,11 @@ def quantize(
             err.print(f"[bold yellow]warning:[/] {warning}", highlight=False, soft_wrap=True)
     with interruptible("Finished layers are kept; --resume goes on."), progress_bars() as bars:
         source, chosen = open_source(model, bars), None
+        ids = calibration_ids(said, source.tokenizer)
+        if recipe.calibrated:
+            count_tokens(ids, tokens)  # before minutes are spent on a budget
         if budget:
             chosen, recipe = choose_formats(source, budget, output, target, report, workload, recipe, seed, bars)
-        ids = calibration_ids(said, source.tokenizer)
         made = quantize_folder(
             source, recipe, output, seed=seed, calibration=ids, tokens=tokens, kv=kv, resume=resume, progress=bars
         )

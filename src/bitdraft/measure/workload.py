@@ -94,7 +94,7 @@ def calibration_texts() -> list[str]:
     """
     prompts = [load_workload(name, None) for name in ("edit", "summarise", "maths")]
     chats = [p.messages for row in zip_longest(*prompts) for p in row if p is not None and p.messages is not None]
-    return ["\n\n".join(message["content"] for message in messages) for messages in chats]
+    return [plain_text(messages) for messages in chats]
 
 
 def conversations(specs: str, limit: int | None) -> list[Body]:
@@ -166,7 +166,7 @@ def _user_file(spec: str) -> list[Body]:
 
 
 def _bodies(data: bytes, origin: str) -> list[Body]:
-    """The prompts of a file; conversations in which no user speaks are left out (ShareGPT collections hold some)."""
+    """What a file holds; conversations in which no user speaks are left out (ShareGPT collections hold some)."""
     bodies, records = [], 0
     for place, record in _records(data, origin):
         records += 1
@@ -209,7 +209,7 @@ def _records(data: bytes, origin: str) -> Iterator[tuple[str, Any]]:
 
 
 def _body(record: Any, place: str) -> Body | None:
-    """The prompt of one record; None if no user speaks in it."""
+    """The conversation or text of one record; None if no user speaks in it."""
     if isinstance(record, dict):
         if "messages" in record:
             return _conversation(record["messages"], "role", "content", place)

@@ -23,7 +23,7 @@ DAMPING = 0.01
 """Of the mean of H's diagonal, added to the diagonal (section 4 of the paper)."""
 
 FEW_TOKENS = 2048
-"""With so many tokens the products of different inputs are as much chance as truth, see `shrinkage`."""
+"""With so many tokens they are halved, see `shrinkage`: from 0.3 to 0.6 errors on other text hardly differ then."""
 
 _BLOCK = 128
 """Columns whose feedback to all later ones is given in one product; a multiple of every group size."""

@@ -114,7 +114,7 @@ def weight_bytes(source: Source, recipe: Recipe) -> int:
     for name, (rows, columns) in config.linear_shapes().items():
         its = recipe.format_of(name).bits_per_weight
         bits += rows * columns * (source.checkpoint.stored_bits if its is None else its)
-        if name != "lm_head":
+        if name != "lm_head":  # which keeps no inputs in 16 bits
             bits += rows * recipe.outliers * 16
     if not config.tied_head:
         its = recipe.format_of("lm_head").bits_per_weight
