@@ -182,6 +182,19 @@ def test_the_verb_prints_its_report(
     assert open_source(str(tmp_path / "out")).checkpoint.config == source.checkpoint.config
 
 
+def test_too_few_texts_are_refused_before_a_budget_is_worked_on(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "hello world"}\n')
+    words = ["quantize", str(source.path), "--budget", "4.25bits", "--target", str(source.path), "--method", "awq"]
+    monkeypatch.setattr("bitdraft.cli.models.choose_formats", lambda *_: pytest.fail("the budget was worked on"))
+    monkeypatch.setattr("sys.argv", ["bitdraft", *words, "--calibration", str(texts), "-o", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "more: with fewer the statistics are chance" in capfd.readouterr().err.replace("\n", " ")
+
+
 # --- languages ---
 
 
